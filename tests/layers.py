@@ -31,6 +31,7 @@ _ROOT = Path(__file__).parents[1]
 _PROCESSES = (
     "tests/engine/test_ranks.py",
     "tests/engine/test_mesh.py",
+    "tests/engine/test_llm_sharded.py",
     "tests/benchmarks/test_distributed.py",
     "tests/benchmarks/test_tp_ways.py",
     "tests/test_faults.py",

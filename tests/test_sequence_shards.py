@@ -61,9 +61,9 @@ def test_impossible_sizes_are_refused(arguments):
         SequenceShards.contiguous(*arguments)
 
 
-def pairs_of(call: BlockCall, left: int, right: int) -> set[tuple[int, int]]:
+def pairs_of(call: BlockCall) -> set[tuple[int, int]]:
     """The (query, key) pairs that a kernel would see under a call's own positions."""
-    seen = set()
+    seen, (left, right) = set(), call.window
     for i, j in itertools.product(
         range(call.q_begin, call.q_end), range(call.kv_begin, call.kv_end)
     ):
@@ -100,7 +100,34 @@ def test_plans_see_each_visible_pair_once():
                 if (right < 0 or s <= p + right) and (left < 0 or s >= p - left)
             }
             calls = block_calls(shards.ranks[q_rank], shards.ranks[kv_rank], left, right)
-            seen = [pair for call in calls for pair in pairs_of(call, left, right)]
+            seen = [pair for call in calls for pair in pairs_of(call)]
+            assert len(seen) == len(set(seen)), f"seed {seed}: a pair seen twice"
+            assert set(seen) == visible, f"seed {seed}"
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_plans_of_prefixes_see_each_visible_pair_once(by_position):
+    for seed in range(200):
+        rng = random.Random(f"prefixes {seed}")
+        world, total = rng.choice([1, 2, 3]), rng.randint(1, 24)
+        documents = [0, *sorted(rng.randint(0, total) for _ in range(rng.randint(0, 3))), total]
+        prefixes = [rng.randint(0, b - a) for a, b in itertools.pairwise(documents)]
+        shards = SequenceShards.balanced(total, world, chunks=rng.choice([1, 2, 3]))
+        last = [0] * total  # key that each query sees
+        for (begin, end), prefix in zip(itertools.pairwise(documents), prefixes, strict=True):
+            last[begin:end] = [max(p, begin + prefix - 1) for p in range(begin, end)]
+        first = [max(x for x in documents if x <= p) for p in range(total)]
+        alone = rng.random() < 0.3 and len(documents) == 2
+        for q_rank, kv_rank in itertools.product(range(world), repeat=2):
+            held = [shards.positions(r).tolist() for r in (q_rank, kv_rank)]
+            visible = {
+                (i, j)
+                for (i, p), (j, s) in itertools.product(*map(enumerate, held))
+                if first[p] <= s <= last[p]
+            }
+            runs = shards.ranks[q_rank], shards.ranks[kv_rank]
+            calls = block_calls(*runs, -1, 0, by_position, () if alone else documents, prefixes)
+            seen = [pair for call in calls for pair in pairs_of(call)]
             assert len(seen) == len(set(seen)), f"seed {seed}: a pair seen twice"
             assert set(seen) == visible, f"seed {seed}"
 

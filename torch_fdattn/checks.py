@@ -206,7 +206,9 @@ def check_dropout(p: float, seed: Tensor | None, q: Tensor) -> None:
     expect_tensor("dropout_seed", seed)
     if seed.dtype != torch.int64:
         raise TypeError(f"dropout_seed must be int64, got {seed.dtype}")
-    expect_shape("dropout_seed", seed, (2,), "a seed and an offset")
+    if seed.shape != (3,):
+        expected = "a seed and an offset, or (3,), with the number of q's first head"
+        expect_shape("dropout_seed", seed, (2,), expected)
     expect_device("dropout_seed", seed, q.device, "q")
 
 

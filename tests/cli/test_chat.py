@@ -78,7 +78,8 @@ def test_help_says_what_is_possible(tiny):
 def test_a_terminal_is_greeted(tiny, monkeypatch):
     monkeypatch.setattr(terminal, "_at_terminal", lambda: True)
     result = talk(tiny, "/exit\n")
-    assert result.stderr.startswith(f"{tiny} on cpu; /help says what is possible\n> ")
+    greeting = f"{tiny} on cpu; /help says what is possible, Ctrl-C stops a reply\n> "
+    assert result.stderr.startswith(greeting)
 
 
 def test_nothing_to_read_is_a_good_end(tiny):

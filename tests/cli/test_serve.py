@@ -10,6 +10,7 @@ import pytest
 from tests.cli.commands import invoke, refused
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import served
+from torch_fdattn import models
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,8 @@ from tests.server.running import served
         ("--device", ["serve", "--model", "x", "--device", "tpu"]),
         ("--rate needs --url", ["bench", "serve", "--rate", "3"]),
         ("--peer is for", ["bench", "serve", "--url", "http://x", "--peer", "nano-vllm"]),
+        ("--trace is for", ["bench", "serve", "--url", "http://x", "--trace", "trace.json"]),
+        ("--trace no such folder/trace.json: No such file", ["bench", "serve", "--trace", "no such folder/trace.json"]),
         ("lengths must be", ["bench", "serve", "--url", "http://x", "--shortest", "9", "--longest", "8"]),
     ],
 )  # fmt: skip
@@ -45,6 +48,20 @@ def test_bench_of_a_running_server(tmp_path) -> None:
     done = asyncio.run(measure(""))
     assert done.exit_code == 1
     assert "requests failed: an answer must have" in done.stdout
+
+
+def test_bench_with_speculation(monkeypatch, tmp_path) -> None:
+    """In this process; of a tiny model, so that random weights repeat themselves."""
+    config = models.ModelConfig("qwen3", 16, 32, 48, 1, 4, 2, 16, 128)
+    monkeypatch.setattr(models, "named_config", lambda shape: config)
+    out = tmp_path / "figures.json"
+    common = ["bench", "serve", "--requests", "4", "--longest", "40", "--shortest", "20", "--device", "cpu"]  # fmt: skip
+    done = invoke(*common, "--repeats", "1", "--ngram-tokens", "3", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    counts = json.loads(out.read_text())["speculation"]
+    assert 0 < counts["accepted"] < counts["proposed"]
+    line = f"n-grams: {counts['accepted']:,} of {counts['proposed']:,} proposed tokens accepted"
+    assert line in done.stdout
 
 
 def test_no_server(tmp_path) -> None:

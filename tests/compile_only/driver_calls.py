@@ -12,6 +12,7 @@ from torch_fdattn.ops.attention.backward import launch_backward
 from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import launch_forward
+from torch_fdattn.ops.block_sums_kernel import launch_block_sums
 from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, by_heads
@@ -151,8 +152,14 @@ def rotation() -> None:
     launch_norm_rotate(q, k, q_out, k_out, cos, sin, draw(32), draw(32), 1e-6)
 
 
+def block_sums() -> None:
+    largest, sums = (draw(3, 25, dtype=torch.float32) for _ in range(2))
+    at = draw(3, 25, dtype=torch.int64)
+    launch_block_sums(draw(3, 50000), draw(3, dtype=torch.float32), largest, at, sums)
+
+
 CALLS = {
     "forward": lambda: forward("plain"), "forward, features": lambda: forward("features"), "pages": pages,
     "backward": lambda: backward("plain"), "backward, gradients": lambda: backward("gradients"),
-    "packed backward": packed_backward, "append": append, "merge": merge, "rotation": rotation,
+    "packed backward": packed_backward, "append": append, "merge": merge, "rotation": rotation, "block sums": block_sums,
 }  # fmt: skip

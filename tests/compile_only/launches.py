@@ -98,6 +98,7 @@ class Case:
     batch: int = 2  # decode's: how many items a processor has
     scores: str = ""  # attention's: one of SCORES
     dropout_p: float = 0.0
+    first_head: bool = False  #: whether dropout's seed says which head is the first
 
     def __str__(self) -> str:
         rows = f"-rows{self.rows}-{self.cache}" if self.op in ("decode", "append") else ""
@@ -106,6 +107,7 @@ class Case:
         rows += f"-v{self.v_dim}" if self.v_dim else ""
         rows += f"-{self.scores}" if self.scores else ""
         rows += "-dropout" if self.dropout_p else ""
+        rows += "-heads" if self.first_head else ""
         return f"{self.op}-{self.arch}-{self.dtype}-hd{self.head_dim}-{self.mask}{rows}"
 
 
@@ -211,7 +213,7 @@ def _attention(case: Case) -> None:
         if packed.page_table is not None:
             k = _cache("same-paged", dim, dtype).k
     v_dim, scores = case.v_dim or dim, SCORES[case.scores]
-    dropout = Dropout(case.dropout_p, meta(2, dtype=torch.int64))
+    dropout = Dropout(case.dropout_p, meta(3 if case.first_head else 2, dtype=torch.int64))
     options = AttentionOptions(mask, dim**-0.5, scores, dropout)
     v, out = (meta(*x.shape[:3], v_dim, dtype=dtype) for x in (k, q))
     lse, widest = meta(*q.shape[:-1]), max(dim, v_dim)

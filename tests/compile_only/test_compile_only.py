@@ -62,6 +62,8 @@ SPILLS = {
     ("dkdv", "gfx942", "half above 256"): (248, 184),
     ("dkdv", "gfx950", "half above 256"): (152, 152),
     ("attention_forward", "sm_90", "half above 256"): (200, 208),
+    ("dkdv", "sm_90", "half above 256"): (424, 424),
+    ("dq", "sm_90", "half above 256"): (8, 8),
     ("attention_forward", "sm_90", "fp32 above 256"): (32, 32),
     ("decode", "sm_80", "half above 256"): (8, 8),
     ("decode", "sm_100", "fp32 above 256"): (24, 16),
@@ -111,6 +113,8 @@ def score_cases():
         yield Case(op, "sm_90", "bf16", 128, "window", scores=scores)
     for op, dim in itertools.product(CONFIGS, (64, 128, 256)):
         yield Case(op, "sm_90", "bf16", dim, dropout_p=0.1)
+    for op in CONFIGS:
+        yield Case(op, "sm_90", "bf16", 64, dropout_p=0.1, first_head=True)
     for arch, op in itertools.product(ARCHS, CONFIGS):
         yield Case(op, arch, "bf16", 128, "all", scores="bias", dropout_p=0.1)
     yield Case("backward", "sm_90", "fp32", 64, dropout_p=0.1)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.dist.drawn_rings [--count 500] [--first 0] [--strategy one_sided]
 
-Each rank draws the same case: which keys are seen (causal, windows on either side, documents, lengths, a boolean or additive
-mask), scores (scale, softcap, ALiBi, sinks, dropout), shards (even, zigzag, balanced, uneven, empty, any), groups of heads, and
+Each rank draws the same case: which keys are seen (causal, windows on either side, documents, chunks, prefixes, lengths, a
+boolean or additive mask), scores (scale, softcap, ALiBi, sinks, dropout), shards (even, zigzag, balanced, uneven, empty, any), groups of heads, and
 a strategy that takes them. Values and all gradients are compared with attention written out in fp64 over the full sequence:
 fp32 within 1e-5 of the largest value, half precision by the error rule. "one_sided" needs GPUs or TRITON_INTERPRET=1.
 """
@@ -11,6 +11,7 @@ fp32 within 1e-5 of the largest value, half precision by the error rule. "one_si
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import random
@@ -24,15 +25,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.test_ring_attention import assert_near, drawn_shards, joined, max_abs
+from tests.dist.test_ring_chunks import mask_of_chunks, mask_of_prefixes
 from tests.dist.test_ring_documents import drawn_documents, same_document
 from torch_fdattn.dist import SequenceShards, ring_attention
 from torch_fdattn.ops.attention.dropout import Dropout, kept_weights
 from torch_fdattn.testing.errors import check_close, check_lse
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring", "star", "query_split")
-#: Strategies whose ranks count heads from their own first one, or hold rows of other ranks.
-NO_DROPOUT = ("ulysses", "ulysses_ring")
-NO_MASK_GRADIENT = (*NO_DROPOUT, "star")
+#: Strategies whose ranks hold rows of other ranks' masks.
+NO_MASK_GRADIENT = ("ulysses", "ulysses_ring", "star")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -88,7 +89,15 @@ class Case:
         if rng.random() < 0.35:
             self.documents = drawn_documents(rng, total)
             self.given["cu_seqlens"] = self.documents
-            seen &= same_document(self.documents)
+        documents = self.documents or [0, total]
+        if rng.random() < 0.2:
+            self.given["attention_chunk"] = rng.choice([1, 3, 16, 200])
+            seen &= mask_of_chunks(documents, self.given["attention_chunk"])
+        elif self.given["causal"] and self.given.get("window", (-1,))[0] < 0 and rng.random() < 0.4:
+            prefixes = [rng.randint(0, b - a) for a, b in itertools.pairwise(documents)]
+            self.given["prefix_lens"] = prefixes
+            seen |= mask_of_prefixes(documents, prefixes)
+        seen &= same_document(documents)
         if rng.random() < 0.25:
             lens = torch.tensor([rng.randint(0, total) for _ in range(self.batch)])
             self.given["kv_lens"] = lens.int()
@@ -117,7 +126,7 @@ class Case:
             self.trained["alibi_slopes"] = torch.rand(self.heads)
         if rng.random() < 0.3:
             self.trained["sinks"] = torch.randn(self.heads)
-        if self.strategy not in NO_DROPOUT and rng.random() < 0.2:
+        if rng.random() < 0.2:
             seed = torch.tensor([rng.randint(0, 99), 1 << 40])
             self.given |= dict(dropout_p=rng.choice([0.1, 0.5]), dropout_seed=seed)
         self.of_mask = self.bias is not None and self.strategy not in NO_MASK_GRADIENT and rng.random() < 0.6  # fmt: skip

@@ -14,6 +14,7 @@ from transformers import masking_utils
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.compile_backend.report import UnsupportedAttention
 from torch_fdattn.dist import SequenceShards, shard_batch
+from torch_fdattn.dropins.transformers import masks_of_positions
 
 SMALL = dict(
     vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -25,6 +26,16 @@ KINDS = {
     "Mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {}),
     "Gemma2": (
         transformers.Gemma2Config, transformers.Gemma2ForCausalLM, {"query_pre_attn_scalar": 16}
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig, transformers.GptOssForCausalLM,
+        dict(num_local_experts=2, num_experts_per_tok=2, attn_implementation="eager"),
+    ),
+    "Llama4": (
+        transformers.Llama4TextConfig, transformers.Llama4ForCausalLM,
+        dict(
+            attention_chunk_size=6, no_rope_layers=[1, 0], moe_layers=[], intermediate_size_mlp=64, attn_temperature_tuning=False,
+        ),
     ),
     "Gemma3": (
         transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, {"query_pre_attn_scalar": 16}
@@ -116,6 +127,85 @@ def test_eager_follows_the_model_on_one_process(group, rank_device, kind, window
     more = {} if window is None else {"sliding_window": window}
     model = made(kind, rank_device, attn_implementation="eager", **more)
     check_follows(model, shards_of("zigzag", dist.get_world_size()), group, rank_device)
+
+
+@by_position
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_llama_4_follows(group, rank_device, implementation) -> None:
+    model = made("Llama4", rank_device, attn_implementation=implementation)
+    check_follows(model, shards_of("zigzag", dist.get_world_size()), group, rank_device)
+
+
+@by_position
+def test_llama_4s_temperature_is_refused(group, rank_device) -> None:
+    """It follows from indices of local tokens."""
+    model = made("Llama4", rank_device, attn_temperature_tuning=True)
+    shards = shards_of("contiguous", dist.get_world_size())
+    ids, positions = shard_batch(group, shards, *batch(shards.total, rank_device))
+    with pytest.raises(Exception, match="attn_temperature_tuning=False") as raised:
+        compiled(model, group, shards)(ids, position_ids=positions, use_cache=False)
+    assert isinstance(raised.value.inner_exception, UnsupportedAttention)
+
+
+@by_position
+@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sinks_of_gpt_oss(group, rank_device, gradients) -> None:
+    """Its own masks, of indices, are refused; such of positions are taken, shorter and longer windows than a rank's part."""
+    model = made("gpt-oss", rank_device, sliding_window=12 if gradients else 5)
+    rank, shards = dist.get_rank(), shards_of("zigzag", dist.get_world_size())
+    whole = batch(shards.total, rank_device)
+    own = shard_batch(group, shards, *whole)
+
+    def run(ids, positions):
+        masks = masks_of_positions(model, ids, positions)
+        return model(ids, position_ids=positions, attention_mask=masks, use_cache=False).logits
+
+    with torch.set_grad_enabled(gradients):
+        expected = model(whole[0], position_ids=whole[1], use_cache=False).logits
+        assert torch.equal(run(*whole), expected)
+        found = compiled(run, group, shards)(*own)
+    torch.testing.assert_close(found, shards.shard(expected, rank, 1), rtol=1e-4, atol=1e-5)
+    if not gradients:
+        with pytest.raises(Exception, match="masks_of_positions") as raised:
+            compiled(model, group, shards)(own[0], position_ids=own[1], use_cache=False)
+        assert isinstance(raised.value.inner_exception, UnsupportedAttention)
+        return
+    weights, wanted = torch.randn_like(expected), list(model.model.layers.parameters())
+    expected_grads = torch.autograd.grad((expected * weights).sum(), wanted)
+    grads = torch.autograd.grad((found * shards.shard(weights, rank, 1)).sum(), wanted)
+    for value, right in zip(grads, expected_grads, strict=True):
+        dist.all_reduce(value)
+        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+
+
+@by_position
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["chunks", "prefix"])
+def test_masks_of_chunks_and_prefixes(group, rank_device, kind, implementation) -> None:
+    """transformers' own, of Llama 4 and by `or_mask_function`."""
+    config = transformers.Llama4TextConfig(
+        attn_implementation=implementation, attention_chunk_size=6
+    )
+    rank, shards = dist.get_rank(), shards_of("zigzag", dist.get_world_size())
+
+    def run(x, positions):
+        given = config, x.flatten(2), None, None, positions
+        if kind == "chunks":
+            mask = masking_utils.create_chunked_causal_mask(*given)
+        else:
+            mask = masking_utils.create_causal_mask(*given, lambda b, h, q, k: k < 11)
+        q = x.transpose(1, 2)
+        if implementation == "sdpa":
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return torch.softmax(q @ q.mT * 0.25 + mask, -1, dtype=torch.float32) @ q
+
+    whole = (
+        torch.randn(2, shards.total, 4, 16, device=rank_device),
+        batch(shards.total, rank_device)[1],
+    )
+    found = compiled(run, group, shards)(*shard_batch(group, shards, *whole))
+    torch.testing.assert_close(found, shards.shard(run(*whole), rank, 2), rtol=1e-4, atol=1e-5)
 
 
 @by_position

@@ -134,7 +134,7 @@ def test_ring_attention(group, alone, rank_device, seed, strategy) -> None:
     elif rng.random() < 0.4:
         lens = [rng.randint(0, total) for _ in range(2)]
         given["kv_lens"] = torch.tensor(lens, dtype=torch.int32, device=rank_device)
-    if strategy != "ulysses" and rng.random() < 0.3:
+    if rng.random() < 0.3:
         given |= dict(dropout_p=0.4, dropout_seed=torch.tensor([seed, 0], device=rank_device))
     mask = None
     if rng.random() < 0.3:

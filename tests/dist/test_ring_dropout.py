@@ -16,28 +16,32 @@ from torch_fdattn.dist import SequenceShards, context_parallel, ring_attention, 
 
 from .test_ring_attention import STRATEGIES, drawn_shards
 
-SEEDED = [x for x in STRATEGIES if x != "ulysses"]
-
 
 def normal(heads, total, device, dtype=torch.float32):
     return [torch.randn(2, h, total, 16, dtype=dtype, device=device) for h in heads]
+
+
+def drawn_heads(rng: random.Random, strategy: str) -> tuple[int, int, int]:
+    """Of q, k and v; with "ulysses" ranks have parts of them."""
+    kv_heads = rng.choice([1, dist.get_world_size() if strategy == "ulysses" else 2])
+    return 2 * dist.get_world_size() if strategy == "ulysses" else 4, kv_heads, kv_heads
 
 
 def seed_of(number: int, device) -> torch.Tensor:
     return torch.tensor([number, 1 << 40], device=device)
 
 
-@pytest.mark.parametrize("strategy", SEEDED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn(group, rank_device, seed, strategy) -> None:
     rng = random.Random(f"dropout {seed} {strategy}")
     torch.manual_seed(seed)
     world, rank = dist.get_world_size(), dist.get_rank()
-    total, kv_heads = rng.choice([7, 40, 83]), rng.choice([1, 2])
+    total = rng.choice([7, 40, 83])
     shards = drawn_shards(rng, total, world)
     window = rng.choice([None, (rng.randint(0, 40), 0)])
     given = dict(causal=window is not None or rng.random() < 0.5, window=window, dropout_p=rng.choice([0.1, 0.5, 1.0]))  # fmt: skip
-    inputs = normal((4, kv_heads, kv_heads), total, rank_device)
+    inputs = normal(drawn_heads(rng, strategy), total, rank_device)
     dout, dlse = torch.randn_like(inputs[0]), torch.randn_like(inputs[0][..., 0])
     wide = [x.double().cpu().requires_grad_() for x in inputs]
     exact = torch_fdattn.attention(*wide, dropout_seed=seed_of(seed, "cpu"), **given)
@@ -56,14 +60,14 @@ def test_drawn(group, rank_device, seed, strategy) -> None:
         torch.testing.assert_close(value.double().cpu(), right, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("strategy", SEEDED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_documents_count_positions_of_the_sequence(group, rank_device, strategy) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     shards = SequenceShards.zigzag(8 * world, world)
     begins = [0, 5, 8 * world - 1, 8 * world]
     document = torch.bucketize(torch.arange(8 * world), torch.tensor(begins[1:]), right=True)
     visible = (document[:, None] == document).to(rank_device)
-    inputs = normal((4, 2, 2), 8 * world, rank_device)
+    inputs = normal(drawn_heads(random.Random(0), strategy), 8 * world, rank_device)
     given = dict(causal=True, dropout_p=0.3, dropout_seed=seed_of(3, rank_device))
     expected = torch_fdattn.attention(*inputs, attn_mask=visible, **given)
     own = [shards.shard(x, rank, 2) for x in inputs]
@@ -113,7 +117,7 @@ def test_without_a_seed_rank_0_draws_it(group, rank_device) -> None:
 def test_attention_under_the_compile_backend(group, rank_device) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     shards = SequenceShards.zigzag(8 * world, world)
-    inputs, seed = normal((4, 4, 4), 8 * world, rank_device), seed_of(5, rank_device)
+    inputs, seed = normal((2 * world,) * 3, 8 * world, rank_device), seed_of(5, rank_device)
 
     def layer(q, k, v):
         return torch_fdattn.attention(q, k, v, causal=True, dropout_p=0.5, dropout_seed=seed)[0]
@@ -125,11 +129,27 @@ def test_attention_under_the_compile_backend(group, rank_device) -> None:
         torch._dynamo.reset()
         options = {"context_parallel": option, "lower": "aot_eager"}
         compiled = torch.compile(layer, backend=fdattn, fullgraph=True, options=options)
-        if strategy == "ring":
-            torch.testing.assert_close(compiled(*own), expected)
-        else:
-            with pytest.raises(Exception, match="dropout with strategy='ulysses'"):
-                compiled(*own)
+        torch.testing.assert_close(compiled(*own), expected)
+
+
+def test_heads_of_a_part_are_counted_from_the_first(group, rank_device) -> None:
+    """A seed of three numbers, of which "ulysses" makes one for each rank; compiled too."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = SequenceShards.contiguous(8 * world, world)
+    inputs = normal((2 * world,) * 3, 8 * world, rank_device)
+    seed = torch.tensor([3, 1 << 40, 5], device=rank_device)
+    expected = torch_fdattn.attention(*inputs, dropout_p=0.5, dropout_seed=seed)[0]
+    other = torch_fdattn.attention(*inputs, dropout_p=0.5, dropout_seed=seed[:2].clone())[0]
+    assert not torch.equal(expected, other)
+    own = shard_batch(group, shards, *inputs, dim=2)
+
+    def run(q, k, v, seed):
+        options = dict(shards=shards, strategy="ulysses", dropout_p=0.5, dropout_seed=seed)
+        return ring_attention(q, k, v, group, **options)[0]
+
+    torch._dynamo.reset()
+    for call in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        torch.testing.assert_close(call(*own, seed), shards.shard(expected, rank, 2))
 
 
 def test_compiles(group, rank_device) -> None:
@@ -157,10 +177,6 @@ def test_refusals(group, rank_device) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     q, k, v = normal((world,) * 3, 6, rank_device)
     if world > 1:
-        with pytest.raises(
-            NotImplementedError, match="dropout_p must be 0 with strategy='ulysses'"
-        ):
-            ring_attention(q, k, v, group, dropout_p=0.5, strategy="ulysses")
         mine = seed_of(rank, rank_device)
         if rank_device.type == "cpu":
             with pytest.raises(ValueError, match="dropout_seed"):

@@ -33,6 +33,10 @@ def options_of(rng: random.Random, heads: int, total: int, device: torch.device)
     if rng.random() < 0.4:
         lens = [rng.randint(1, total) for _ in range(2)]
         given["kv_lens"] = torch.tensor(lens, dtype=torch.int32, device=device)
+    if rng.random() < 0.4:
+        given |= dict(
+            dropout_p=0.3, dropout_seed=torch.tensor([rng.randint(0, 99), 1], device=device)
+        )
     return given
 
 
@@ -103,7 +107,8 @@ def test_same_bits_with_every_mesh(group, hierarchies, rank_device) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     whole = [torch.randn(1, world, 90, 32, device=rank_device) for _ in range(3)]
-    given = dict(causal=True, invariant_block=8)
+    seed = torch.tensor([3, 4], device=rank_device)
+    given = dict(causal=True, invariant_block=8, dropout_p=0.3, dropout_seed=seed)
     shards = drawn_blocks(random.Random(0), 12, 8, 90, world)
     own = [shards.shard(x, rank, 2) for x in whole]
     expected = ring_attention(*own, group, shards=shards, **given)
@@ -149,8 +154,6 @@ def test_refusals(group, hierarchies, rank_device) -> None:
     if world == 1:
         return
     given = dict(strategy="ulysses_ring", hierarchy=hierarchy)
-    with pytest.raises(NotImplementedError, match="dropout_p must be 0 with strategy='ulysses_ring'"):  # fmt: skip
-        ring_attention(x, x, x, group, dropout_p=0.5, **given)
     with pytest.raises(ValueError, match=r"q's head count must be divisible by the .* ranks that share heads"):  # fmt: skip
         ring_attention(*(x[:, : world + 1],) * 3, group, **given)
     if world > 2:

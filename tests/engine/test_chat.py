@@ -104,6 +104,15 @@ def test_a_reply_cut_short_leaves_a_usable_cache(model):
     assert say(chat, "1 2 5") == greedy(model, [61, 1, 2, 5, 62], 4)
 
 
+def test_a_reply_that_is_stopped_is_part_of_the_history(model):
+    chat, answers = chat_of(model), iter([False, True])
+    said = Numbers().encode("".join(chat.reply("1 2 3", lambda: next(answers))))
+    assert said == greedy(model, [61, 1, 2, 3, 62], 4)[:2]
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+    history = [61, 1, 2, 3, 62, *said, 61, 5, 62]
+    assert say(chat, "5") == greedy(model, history, 4)
+
+
 def test_the_oldest_turns_are_dropped(model):
     notes = []
     chat = chat_of(model, capacity=21, system="7", note=notes.append)

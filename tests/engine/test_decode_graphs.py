@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from tests.engine.expected import expect_greedy
 from tests.engine.tiny import PROMPTS, random_model
-from torch_fdattn.engine import LLM, SamplingParams, decode_graphs
+from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams, decode_graphs
 from torch_fdattn.engine.decode_graphs import DecodeGraphs, decode_buckets
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -32,12 +34,17 @@ class Repeated:
         return self.run()
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_buckets_give_the_tokens_of_eager_passes(monkeypatch, kv_dtype, batch_invariant):
+@pytest.fixture
+def repeated(monkeypatch):
+    """Captures without a GPU."""
     monkeypatch.setattr(decode_graphs, "CapturedStep", Repeated)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_buckets_give_the_tokens_of_eager_passes(repeated, kv_dtype, batch_invariant):
     options = dict(
         max_num_seqs=8, max_batch_tokens=24, max_model_len=64, pages=20, kv_dtype=kv_dtype,
         batch_invariant=batch_invariant,
@@ -60,6 +67,49 @@ def test_buckets_give_the_tokens_of_eager_passes(monkeypatch, kv_dtype, batch_in
     padding = runner.rows.padding_row
     assert (runner.rows.pages[padding] == -1).all()
     assert not runner.rows.tokens[padding].any()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_proposals_have_buckets_of_their_own(repeated, kv_dtype):
+    """As many tokens a sequence as it can have proposals and one: what is fewer is padded, and stored nowhere."""
+    options = dict(max_num_seqs=8, max_model_len=64, pages=30, page_size=4, kv_dtype=kv_dtype)
+    model, speculation = random_model("cpu"), NgramSpeculation(shortest=1, max_sequences=3)
+    eager, llm = (LLM(model, **options, speculation=speculation) for _ in range(2))
+    runner = llm._runner
+    runner._graphs = DecodeGraphs(runner._decode, runner.rows, 8, 1)
+    wide = functools.partial(runner._decode, queries=8)
+    runner._speculative_graphs = DecodeGraphs(wide, runner.rows, 3, 1)
+    prompts = [PROMPTS[0] * 2, *PROMPTS[:2]]
+    expected, found = (x.generate(prompts, GREEDY) for x in (eager, llm))
+    assert [x.outputs for x in found] == [x.outputs for x in expected]
+    graphs = runner._graphs, runner._speculative_graphs
+    plain, proposed = ([x.calls for x in own._graphs.values()] for own in graphs)
+    assert sum(plain) + sum(proposed) == runner.passes - 1  # all but the prompts'
+    assert sum(proposed) > 5
+    assert llm.stats() == eager.stats()
+    assert llm.stats().accepted_tokens > 0
+    assert (runner.rows.pages[runner.rows.padding_row] == -1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_captured_proposals_give_the_models_tokens(device, kv_dtype):
+    model = random_model(device)
+    options = dict(
+        max_num_seqs=8, max_model_len=64, pages=30, kv_dtype=kv_dtype,
+        speculation=NgramSpeculation(shortest=1),
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=64)
+    llm = LLM(model, cuda_graph=True, **options)
+    outputs = llm.generate([PROMPTS[0] * 2, *PROMPTS], params)
+    assert llm.stats().accepted_tokens > 0
+    if kv_dtype is None:
+        for output in outputs:
+            expect_greedy(model, output.prompt_token_ids, output.outputs[0])
+        return
+    eager = LLM(model, cuda_graph=False, **options).generate([PROMPTS[0] * 2, *PROMPTS], params)
+    for output, other in zip(outputs, eager, strict=True):
+        expect_until_they_part(output.outputs[0], other.outputs[0], 0.1)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 
 from tests.engine.expected import expect_greedy
-from torch_fdattn.engine import LLM, SamplingParams
+from tests.engine.prose import TEXT
+from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams
 from torch_fdattn.models import load_model, load_tokenizer
 
 pytest.importorskip("gguf", reason="needs the package gguf")
@@ -46,6 +47,21 @@ def test_it_answers(model, tokenizer, device):
     assert answer.outputs[0].token_ids[-1] in tokenizer.eos_ids
     assert continued.outputs[0].text == " Paris"
     assert {x.outputs[0].finish_reason for x in (answer, continued)} == {"stop"}
+
+
+@pytest.mark.slow
+def test_speculation_spares_steps(model, tokenizer, device):
+    """A text that is to be repeated comes in a quarter of the steps or fewer, and is the one that comes without."""
+    text = TEXT.split("\n\n")[0]
+    asked = [{"role": "user", "content": f"Repeat this text word for word:\n\n{text}"}]
+    params = SamplingParams(temperature=0, max_tokens=80)
+    found = []
+    for speculation in (None, NgramSpeculation()):
+        llm = LLM(model.to(device), tokenizer, max_model_len=256, pages=64, speculation=speculation)
+        found += llm.generate([tokenizer.chat(asked)], params)
+    assert found[0].outputs == found[1].outputs
+    stats = llm.stats()
+    assert 4 * (stats.generated_tokens - stats.accepted_tokens) < stats.generated_tokens
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch_fdattn.engine.sampler import Constraints, SampleNeeds, draw, keep_top
 from torch_fdattn.engine.sampling import NO_TOKEN
 from torch_fdattn.engine.scheduler import ScheduledStep
 from torch_fdattn.engine.sequence_rows import SequenceRows
+from torch_fdattn.ops.block_sums import block_sums
 
 VOCAB = 50
 
@@ -97,7 +98,7 @@ def test_keep_top_by_row(device):
         assert torch.equal(found[kept], row[kept])
 
 
-@pytest.mark.parametrize("vocab", [5, 128, 1000])
+@pytest.mark.parametrize("vocab", [5, 2048, 5000])
 def test_a_draw_is_the_inverse_of_the_distribution_function(device, vocab):
     torch.manual_seed(3)
     scaled = torch.randn(400, vocab, device=device) * 4
@@ -105,8 +106,9 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(device, vocab):
     scaled[:, vocab // 2] = 0
     numbers = torch.rand(400, dtype=torch.float64, device=device)
     numbers[:4] = torch.tensor([0.0, 0.0, 1 - 2.0**-53, 1 - 2.0**-53], device=device)
-    tokens = draw(scaled, numbers)[:, None]
-    weights = scaled.double().softmax(-1)
+    temperature = torch.rand(400, device=device) + 0.5
+    tokens = draw(scaled, temperature, block_sums(scaled, temperature), numbers)[:, None]
+    weights = (scaled.double() / temperature[:, None]).softmax(-1)
     assert (weights.gather(1, tokens) > 0).all()
     ends = weights.cumsum(-1).gather(1, tokens)[:, 0]
     assert (numbers < ends + 1e-6).all()

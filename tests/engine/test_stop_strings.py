@@ -119,6 +119,37 @@ def test_the_engine_stops_at_strings(device, tokenizer):
     assert output.outputs[0].finish_reason == "stop"
 
 
+def test_abort_hands_out_what_was_held_back(device, tokenizer):
+    llm = LLM(random_model(device), tokenizer, max_model_len=64, pages=32, cuda_graph=False)
+    (plain,) = llm.generate(["aĀā"], SamplingParams(temperature=0, max_tokens=20))
+    text = plain.outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=20, stop=(text[:10] + "zzz",))
+    llm.add_request("a", "aĀā", params)
+    for _ in range(4):
+        outputs = llm.step()
+    assert outputs[0].outputs[0].text == ""  # all of it may yet become the stop string
+    completion = llm.abort("a").outputs[0]
+    tokens = completion.token_ids
+    assert 0 < len(tokens) < 20
+    assert completion.text == " " + tokenizer.decode(tokens)
+    assert completion.finish_reason == "abort"
+    # A stop string that only the end completes, by an incomplete character, is cut off; the reason stays.
+    stream = TextStream(Ends(), [], ("b\N{REPLACEMENT CHARACTER}",))
+    assert not stream.push(0)
+    assert stream.flush()
+    assert stream.text == "a"
+
+
+class Ends(Pieces):
+    """ "ab", and the beginning of a character."""
+
+    def __init__(self):
+        super().__init__(["ab"])
+
+    def flush(self):
+        return "\N{REPLACEMENT CHARACTER}"
+
+
 def test_logprobs_have_texts(device, tokenizer):
     llm = LLM(random_model(device), tokenizer, max_model_len=64, pages=32, cuda_graph=False)
     (output,) = llm.generate(["aĀ"], SamplingParams(max_tokens=3, logprobs=1))

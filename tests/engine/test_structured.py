@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import random
+import threading
 
 import pytest
 import torch
 
-from torch_fdattn.engine import LLM, SamplingParams
+from torch_fdattn.engine import LLM, AsyncLLM, EngineDead, SamplingParams
 from torch_fdattn.models import ModelConfig, Transformer, load_tokenizer
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
@@ -120,8 +122,97 @@ def test_a_grammar_beyond_llguidances_limits_ends_its_own_request(llm):
         grammar="start: /(.*[a-m].{40}[n-z].{30})|(.*e.{50})/", seed=1, max_tokens=20
     )
     one, other = llm.generate(["Answer:", "b"], [hard, SamplingParams(seed=2, max_tokens=8)])
-    assert one.outputs[0].finish_reason == "abort"
+    assert one.outputs[0].finish_reason == "error"
+    assert one.outputs[0].error.startswith("grammar is beyond llguidance's limits: lexer error")
+    assert "<state>" not in one.outputs[0].error
     assert other.outputs[0].finish_reason == "length"
+
+
+def test_an_ambiguous_grammar_is_ended_before_its_steps_take_long(llm):
+    # By llguidance's own limits after 194 tokens, with steps of a second.
+    params = SamplingParams(
+        grammar='start: s\ns: s s | "a" | s s s | "b"', seed=1, min_tokens=150, max_tokens=150
+    )
+    completion = llm.generate(["x"], params)[0].outputs[0]
+    assert completion.finish_reason == "error"
+    assert completion.error.startswith(
+        "grammar is beyond llguidance's limits: parser error: Too many"
+    )
+    assert set(completion.text) <= {"a", "b"}
+    assert llm.stats().pages_used == 0
+
+
+def test_a_schema_of_500_properties_is_within_the_limits(llm):
+    names = [f"k{i}" for i in range(500)]
+    schema = {
+        "type": "object", "properties": {name: {"type": "boolean"} for name in names},
+        "required": names[-2:], "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }  # fmt: skip
+    params = SamplingParams(json_schema=json.dumps(schema), seed=1, max_tokens=900)
+    completion = llm.generate(["x"], params)[0].outputs[0]
+    assert completion.finish_reason == "stop", completion.error
+    assert set(names[-2:]) <= set(json.loads(completion.text)) <= set(names)
+
+
+def test_multiples_within_the_limits_are_taken(llm):
+    for schema in (
+        '{"type": "integer", "multipleOf": 2500000}',  # zeros at the end cost nothing
+        '{"type": "number", "multipleOf": 0.25}',
+        '{"properties": {"multipleOf": {"const": {"multipleOf": "a word"}}, "b": {"multipleOf": 60}}}',
+    ):
+        assert llm.compile_grammar(SamplingParams(json_schema=schema)) is not None
+    grammar = 'start: %json {"type": "integer", "multipleOf": 12, "minimum": 5, "maximum": 99}'
+    completion = llm.generate(["x"], SamplingParams(grammar=grammar, seed=1))[0].outputs[0]
+    assert int(completion.text) % 12 == 0
+
+
+def test_a_compiled_grammar_serves_many_requests(llm):
+    params = SamplingParams(grammar='start: "yes" | "no" | /[0-9]{4}/', seed=1, max_tokens=20, n=3)
+    compiled = llm.compile_grammar(params)
+    assert llm.compile_grammar(SamplingParams()) is None
+    alone = llm.generate(["a"], params)[0].outputs
+    for name in ("a", "b"):
+        llm.add_request(name, "a", params, compiled)
+    ended = {}
+    while llm.has_unfinished:
+        ended |= {x.request_id: x.outputs for x in llm.step() if x.finished}
+    assert ended == {"a": alone, "b": alone}
+
+
+def test_a_grammar_that_takes_long_to_compile_keeps_no_other_request_waiting(llm, monkeypatch):
+    compiles, others = threading.Event(), threading.Event()
+    compile_grammar = llm.compile_grammar
+
+    def slow(params):
+        if params.is_structured:
+            compiles.set()
+            assert others.wait(60)
+        return compile_grammar(params)
+
+    monkeypatch.setattr(llm, "compile_grammar", slow)
+
+    async def last(stream):
+        return [output async for output in stream][-1].outputs[0]
+
+    async def main():
+        engine = AsyncLLM(llm)
+        params = SamplingParams(grammar='start: "yes"', max_tokens=20)
+        slow = asyncio.ensure_future(last(engine.generate("x", params, "a")))
+        assert await asyncio.to_thread(compiles.wait, 60)
+        plain = await last(engine.generate("x", SamplingParams(seed=2, max_tokens=5), "b"))
+        others.set()
+        structured = await slow
+        with pytest.raises(ValueError, match="grammar must be one that llguidance takes"):
+            await last(engine.generate("x", SamplingParams(grammar="start: ("), "c"))
+        await engine.close()
+        with pytest.raises(EngineDead, match="the engine was closed"):
+            await last(engine.generate("x", params, "d"))
+        return plain, structured
+
+    plain, structured = asyncio.run(asyncio.wait_for(main(), 60))
+    assert plain.finish_reason == "length"
+    assert structured.text == "yes"
 
 
 def test_bad_grammars_are_named(llm):
@@ -133,6 +224,38 @@ def test_bad_grammars_are_named(llm):
         (
             {"json_schema": f'{{"minLength": {10**30}}}'},
             "json_schema must be one that llguidance takes",
+        ),
+        (
+            {"grammar": "start: /" + "(.*a)?" * 3000 + "/"},
+            "grammar must have at most 16384 characters, got 18009",
+        ),
+        (
+            {"json_schema": json.dumps({"const": "x" * 65536})},
+            "json_schema must have at most 65536 characters, got 65549",
+        ),
+        (
+            {"json_schema": '{"type": "integer", "multipleOf": 9999991}'},  # five minutes
+            "json_schema must have values of multipleOf whose least common multiple.* at most 10000, got 9999991",
+        ),
+        (
+            {"json_schema": '{"anyOf": [{"multipleOf": 997}, {"items": {"multipleOf": 9.91}}]}'},
+            "at most 10000, got .* with a multiple of 988027",
+        ),
+        (
+            {"grammar": 'start: %json // {}\n{"multipleOf": 9999991}'},
+            "grammar must have values of multipleOf",
+        ),
+        (
+            {"json_schema": json.dumps({"patternProperties": {"a" * 4097: {}}})},
+            "json_schema must have patterns of at most 4096 characters, got 4097",
+        ),
+        (
+            {"json_schema": json.dumps({"items": [{"pattern": "a" * 4097}]})},
+            "json_schema must have patterns of at most 4096 characters, got 4097",
+        ),
+        (
+            {"json_schema": json.dumps({"x-guidance": {"whitespace_pattern": "a" * 5000}})},
+            "json_schema must have patterns of at most 4096 characters, got 5000",
         ),
         ({"grammar": "start: ("}, "grammar must be one that llguidance takes"),
         ({"grammar": "start: a\na: b\nb: a"}, "grammar must be one that llguidance takes"),

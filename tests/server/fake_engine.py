@@ -135,7 +135,8 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         self._check_alive()
         return EngineStats(
-            len(self.pages), 0, sum(self.pages.values()), self.num_pages, self.num_prompt, self.num_generated, 0, 0, 0
+            len(self.pages), 0, sum(self.pages.values()), self.num_pages, self.num_prompt, self.num_generated, 0, 0, 0,
+            proposed_tokens=5, accepted_tokens=2,
         )  # fmt: skip
 
     async def close(self) -> None:

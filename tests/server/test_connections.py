@@ -221,6 +221,55 @@ def test_an_engine_that_ends_a_request() -> None:
     run(test)
 
 
+class Failing(FakeEngine):
+    """Completions of grammars end at a token of theirs."""
+
+    at = 3
+
+    def _advance(self, output, target, params) -> None:
+        super()._advance(output, target, params)
+        if params.is_structured and len(output.token_ids) == self.at:
+            name = "grammar" if params.json_schema is None else "json_schema"
+            output.finish_reason = "error"
+            output.error = f"{name} is beyond llguidance's limits: Too many items"
+
+
+def test_a_grammar_that_fails_ends_its_own_request() -> None:
+    engine = Failing(delay=0.001)
+    schema = {"response_format": {"type": "json_object"}}
+    grammar = {"prompt": "abcd", "grammar": "start: x"}
+
+    async def test() -> None:
+        async with client_of(engine) as client:
+
+            def ask(path: str, body: dict):
+                return asyncio.ensure_future(client.post(path, json=body))
+
+            plain = ask("/v1/chat/completions", chat())
+            answers = [
+                (await ask("/v1/chat/completions", chat(n=2, **schema)), "response_format"),
+                (await ask("/v1/completions", grammar), "grammar"),
+            ]
+            for answer, param in answers:
+                assert answer.status_code == 400, answer.text
+                error = answer.json()["error"]
+                assert error["param"] == param
+                assert error["message"] == f"{param} is beyond llguidance's limits: Too many items"
+            answer = await ask("/v1/completions", {**grammar, "stream": True})
+            assert answer.status_code == 200
+            *chunks, last = answer.text.strip().split("\n\n")
+            assert len(chunks) == 2
+            assert json.loads(last[6:])["error"]["param"] == "grammar"
+            engine.at = 1  # before the stream has begun
+            answer = await ask("/v1/completions", {**grammar, "stream": True})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "grammar")
+            assert (await plain).status_code == 200
+            assert (await client.get("/health")).status_code == 200
+            assert engine.pages == {}
+
+    run(test)
+
+
 @pytest.mark.slow
 def test_a_thousand_requests_with_a_third_cancelled_leak_nothing() -> None:
     async def test() -> None:

@@ -222,6 +222,8 @@ def test_models_health_metrics_and_page() -> None:
             await client.post("/v1/completions", json={"prompt": "abc"})
             text = (await client.get("/metrics")).text
             assert "\nfdattn_generated_tokens_total 3.0" in text
+            assert "\nfdattn_proposed_tokens_total 5.0" in text
+            assert "\nfdattn_accepted_tokens_total 2.0" in text
             assert "\nfdattn_time_to_first_token_seconds_count 1.0" in text
             assert "\nfdattn_inter_token_seconds_count 2.0" in text
             assert 'fdattn_http_requests_total{path="/v1/completions",status="200"} 1.0' in text

@@ -206,11 +206,53 @@ def test_templates_without_what_is_asked_for() -> None:
     refused(CHAT, chat(), 400, "messages", FakeEngine(chat_template=None))
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
     refused(CHAT, chat(tools=[TOOL]), 400, "tools", FakeEngine(chat_template=plain))
+    comment = plain + "{# tools: <tool_call> #}"
+    refused(CHAT, chat(tools=[TOOL]), 400, "tools", FakeEngine(chat_template=comment))
     llama = plain + "{% if tools %}{{ tools }}{% endif %}"
     refused(CHAT, chat(tools=[TOOL]), 400, "tools", FakeEngine(chat_template=llama))
     strict = "{{ raise_exception('roles must alternate') }}"
     error = refused(CHAT, chat(), 400, "messages", FakeEngine(chat_template=strict))
     assert "roles must alternate" in error["message"]
+
+
+def test_variables_of_the_template() -> None:
+    template = (
+        "{# mood is a word of a comment #}mood{% set style = 'plain' %}"
+        "{% if not date is defined %}{% set date = 'today' %}{% endif %}"
+        "{% for message in messages %}{{ message.content }}{{ loop.index }}{% endfor %}"
+        "{{ style }}{{ bos_token }}{{ strftime_now('%Y') }}{% if thinking %}{{ raise_exception('no') }}{% endif %}"
+    )
+    engine = FakeEngine(chat_template=template)
+    engine.llm.tokenizer.special_texts = {"bos_token": "<s>"}
+
+    def message(name: str) -> str:
+        body = chat(chat_template_kwargs={"date": "1 May", name: 1})
+        return refused(CHAT, body, 400, f"chat_template_kwargs.{name}", engine)["message"]
+
+    for name in (
+        "mood",
+        "style",
+        "message",
+        "loop",
+        "content",
+        "strftime_now",
+        "raise_exception",
+        "namespace",
+        "self",
+    ):
+        assert "no variable of this model's chat template (date, thinking): take it out" in message(
+            name
+        )
+    for name in ("messages", "tools", "documents", "add_generation_prompt", "bos_token"):
+        assert (
+            "what the server itself gives the chat template (add_generation_prompt, bos_token, docu"
+            in message(name)
+        )
+    assert engine.seen == []
+    error = refused(CHAT, chat(chat_template_kwargs={"thinking": True}), 400, "messages", engine)
+    assert error["message"] == "the chat template refused the messages: no"
+    broken = FakeEngine(chat_template="{% if %}")
+    refused(CHAT, chat(chat_template_kwargs={"date": 1}), 400, "messages", broken)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -109,3 +109,18 @@ def test_the_benchmark_in_process() -> None:
     (figures,) = (x.figures() for x in run_workload(llm, workload, repeats=1))
     assert figures["new_tokens"] == workload.num_new_tokens
     assert figures["ttft_ms"]["p50"] > 0
+
+
+def test_a_traced_run(tmp_path) -> None:
+    """The first steps of a run, and nothing left of the others."""
+    from torch_fdattn.server.bench.in_process import trace_workload
+    from torch_fdattn.server.bench.workload import make_workload
+
+    config = models.ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 16, 256)
+    llm = engine.LLM(models.Transformer(config), pages=64, page_size=4)
+    workload = make_workload(3, (80, 100), 64)
+    trace = trace_workload(llm, workload, tmp_path / "trace.json")
+    assert trace.passes == 64
+    assert "traceEvents" in (tmp_path / "trace.json").read_text()
+    assert llm.stats().pages_used == 0
+    assert llm.stats().generated_tokens < workload.num_new_tokens

@@ -8,7 +8,6 @@ code 2; 1 where the output cannot be written.
 
 from __future__ import annotations
 
-import re
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ from typing import Annotated
 import typer
 
 from torch_fdattn import stdout
+from torch_fdattn.cli.chat import converse
 from torch_fdattn.cli.errors import UsageError, one_line_errors
 from torch_fdattn.cli.options import (
     ApiKey,
@@ -29,6 +29,7 @@ from torch_fdattn.cli.options import (
     MaxNewTokens,
     MaxNumSeqs,
     Model,
+    NgramTokens,
     Pages,
     PageSize,
     PositionsOfPage,
@@ -53,7 +54,7 @@ from torch_fdattn.cli.setup import (
     make_engine,
     make_sampling,
 )
-from torch_fdattn.cli.terminal import any_text, greet, lines, note, report, write, write_tokens
+from torch_fdattn.cli.terminal import any_text, note, report, write_tokens
 from torch_fdattn.cli.world import join
 from torch_fdattn.engine import Chat, PromptError, Stats
 from torch_fdattn.engine.llm_setup import MAX_BATCH_TOKENS
@@ -69,8 +70,6 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, context_settings=_HELP, help="Benchmarks of the engine.")
 app.add_typer(bench, name="bench")
-_COMMAND = re.compile(r"/[a-z]+", re.IGNORECASE)  # what a model is not asked
-_CHAT_HELP = "a line is a turn; /reset forgets the conversation; /exit, or the input's end, ends it"
 _CONTEXT = 4096  # tokens of a chat, where neither the user nor the model says fewer
 
 
@@ -166,7 +165,7 @@ def chat(
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.auto,
 ) -> None:
-    """Talk with a model: a line is a turn; /help says what is possible."""
+    """Talk with a model: a line is a turn; /help says what is possible; Ctrl-C stops a reply."""
     with one_line_errors(), join(device) as world:
         check_ranks(tensor_parallel, world)
         cache = CacheOptions(kv_cache, page_size, kv_dtype, strategy)
@@ -191,25 +190,7 @@ def chat(
                 engine, tokenizer, system=system, max_new_tokens=max_new_tokens,
                 sampling=sampling, note=lambda sentence: note(sentence, world),
             )  # fmt: skip
-            any_text()
-            name = path.stem if path.is_file() else model
-            greet(f"{name} on {world.device}; /help says what is possible", world)
-            for line in lines(world):
-                if line == "/exit":
-                    break
-                if line == "/reset":
-                    conversation.reset()
-                elif line == "/help":
-                    note(_CHAT_HELP, world)
-                elif _COMMAND.fullmatch(line):
-                    note(f"{line} is no command: /help, /reset, /exit", world)
-                elif line:
-                    try:
-                        for piece in conversation.reply(line):
-                            write(piece, world)
-                        write("\n", world)
-                    except PromptError as error:  # too long a line: the next may be shorter
-                        note(str(error), world)
+            converse(conversation, path.stem if path.is_file() else model, world)
 
 
 @app.command()
@@ -230,6 +211,7 @@ def serve(
     page_size: PositionsOfPage = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
+    ngram_tokens: NgramTokens = 0,
     max_sequences: Annotated[
         int, typer.Option(min=1, help="Answers in progress; 429 beyond.")
     ] = 256,
@@ -245,8 +227,9 @@ def serve(
     from torch_fdattn.cli.serve import EngineOptions, run
 
     engine = EngineOptions(
-        max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching
-    )
+        max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching,
+        ngram_tokens,
+    )  # fmt: skip
     server = {
         "model_name": model_name, "host": host, "port": port, "api_key": api_key,
         "max_sequences": max_sequences, "max_prompt_tokens": max_prompt_tokens,
@@ -274,6 +257,10 @@ def bench_serve(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="The best run is shown.")] = 2,
     out: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A file for a trace of 64 more steps, with a table of layers and parts."),
+    ] = None,
     api_key: ApiKey = None,
     dtype: DTypeOption = DType.auto,
     device: Device = None,
@@ -284,6 +271,7 @@ def bench_serve(
     page_size: PositionsOfPage = 16,
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
+    ngram_tokens: NgramTokens = 0,
 ) -> None:
     """Measure serving: the engine in this process on random weights, or a server at --url."""
     from torch_fdattn.cli.bench import run_here, run_served
@@ -294,21 +282,18 @@ def bench_serve(
         if url is not None:
             if peer:
                 raise UsageError("--peer is for the engine in this process: leave --url out")
+            if trace is not None:
+                raise UsageError("--trace is for the engine in this process: leave --url out")
             raise typer.Exit(run_served(url, requests, lengths, rate, api_key, out))
         if rate is not None:
             raise UsageError("--rate needs --url: in this process all requests come at the start")
         engine = EngineOptions(
-            max_num_seqs,
-            max_batch_tokens,
-            max_model_len,
-            pages,
-            page_size,
-            kv_dtype,
-            prefix_caching,
-        )
+            max_num_seqs, max_batch_tokens, max_model_len, pages, page_size, kv_dtype, prefix_caching,
+            ngram_tokens,
+        )  # fmt: skip
         with join(device) as world:
             code = run_here(
-                world, shape, dtype, requests, lengths, engine, peer or [], repeats, out
+                world, shape, dtype, requests, lengths, engine, peer or [], repeats, out, trace
             )
     raise typer.Exit(code)
 

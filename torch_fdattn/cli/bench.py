@@ -16,7 +16,7 @@ from torch_fdattn.cli.serve import EngineOptions
 from torch_fdattn.cli.setup import DType
 from torch_fdattn.cli.world import World
 from torch_fdattn.models import Transformer
-from torch_fdattn.server.bench.in_process import run_workload
+from torch_fdattn.server.bench.in_process import run_workload, trace_workload
 from torch_fdattn.server.bench.memory_limit import measure_ceilings, memory_limit
 from torch_fdattn.server.bench.over_http import run_against
 from torch_fdattn.server.bench.peers import PEERS, missing_package, run_peer
@@ -46,12 +46,17 @@ def run_served(
 
 def run_here(
     world: World, shape: str, dtype: DType, num_requests: int, lengths: tuple[int, int], options: EngineOptions,
-    peers: list[str], repeats: int, out: Path | None,
+    peers: list[str], repeats: int, out: Path | None, trace: Path | None = None,
 ) -> int:  # fmt: skip
     """In this process, with random weights of a published shape; each peer in a process of its own."""
     from torch_fdattn.models import named_config, random_model
 
     _check_peers(peers)
+    if trace is not None:  # before a long run
+        try:
+            trace.write_bytes(b"")
+        except OSError as error:
+            raise UsageError(f"--trace {trace}: {error.strerror}") from None
     if world.size > 1:
         raise UsageError("fdattn bench serve runs on one process: start it without torchrun")
     config = named_config(shape)
@@ -77,10 +82,17 @@ def run_here(
     with tempfile.TemporaryDirectory() as folder:
         if peers:
             _save(model, Path(folder))
-        runs = [x.figures() for x in run_workload(options.make(model, None), workload, repeats)]
+        llm = options.make(model, None)
+        runs = [x.figures() for x in run_workload(llm, workload, repeats)]
         record["runs"]["torch_fdattn"] = runs
         _print(figure_lines("torch_fdattn", _best(runs), limit.seconds))
-        del model
+        if options.ngram_tokens:
+            stats = llm.stats()  # of all runs
+            record["speculation"] = {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}  # fmt: skip
+            _print([f"  n-grams: {stats.accepted_tokens:,} of {stats.proposed_tokens:,} proposed tokens accepted"])  # fmt: skip
+        if trace is not None:
+            _print([trace_workload(llm, workload, trace).table(), f"trace, for ui.perfetto.dev: {trace}"])  # fmt: skip
+        del model, llm
         gc.collect()
         torch.cuda.empty_cache()  # nothing where there is no GPU
         for peer in peers:

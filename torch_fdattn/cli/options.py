@@ -61,6 +61,10 @@ PrefixCaching = Annotated[
     bool,
     typer.Option("--prefix-caching/--no-prefix-caching", help="Keep prompts' pages for others."),
 ]
+NgramTokens = Annotated[
+    int,
+    typer.Option(min=0, max=15, help="Tokens proposed by n-grams in a step; 0: no speculation."),
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="FDATTN_API_KEY", help="What clients send as a bearer token.")
 ]

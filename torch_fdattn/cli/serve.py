@@ -17,7 +17,7 @@ from torch_fdattn.server import ServerOptions
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What `engine.LLM` is told, under its names."""
+    """What `engine.LLM` is told, under its names; ngram_tokens: its speculation's max_tokens, 0 for none."""
 
     max_num_seqs: int
     max_batch_tokens: int
@@ -26,6 +26,7 @@ class EngineOptions:
     page_size: int
     kv_dtype: KVDType
     enable_prefix_caching: bool
+    ngram_tokens: int
 
     @property
     def stored(self) -> str | None:
@@ -34,14 +35,17 @@ class EngineOptions:
 
     def make(self, model: Transformer, tokenizer: Tokenizer | None):  # -> LLM
         """The engine; what it refuses is a UsageError that begins with the option."""
-        from torch_fdattn.engine import LLM
+        from torch_fdattn.engine import LLM, NgramSpeculation
 
+        speculation = None
+        if self.ngram_tokens:
+            speculation = NgramSpeculation(max_tokens=self.ngram_tokens)
         try:
             return LLM(
                 model, tokenizer, max_num_seqs=self.max_num_seqs, max_batch_tokens=self.max_batch_tokens,
                 max_model_len=self.max_model_len, pages=self.pages, page_size=self.page_size,
                 kv_dtype=self.stored,
-                enable_prefix_caching=self.enable_prefix_caching,
+                enable_prefix_caching=self.enable_prefix_caching, speculation=speculation,
             )  # fmt: skip
         except (ValueError, NotImplementedError) as error:
             raise UsageError(_as_option(error)) from None

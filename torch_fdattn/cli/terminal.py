@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -17,6 +18,7 @@ from torch_fdattn.engine import Engine, PagedKVCache, Stats
 from torch_fdattn.models import Tokenizer, Transformer
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+_PROMPT = "> "
 _HEARTBEAT = TIMEOUT.total_seconds() / 4  # the other ranks hear of a user who is thinking
 
 
@@ -64,7 +66,21 @@ def lines(world: World) -> Iterator[str]:
 
 
 def _lines_alone() -> Iterator[str]:
+    edits = _at_terminal() and sys.stdout is not None and sys.stdout.isatty()
+    if edits:
+        # Where Python has it, `input` edits lines and remembers them by it.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
     while True:
+        if edits:
+            try:
+                yield input(_PROMPT)
+            except (EOFError, KeyboardInterrupt) as end:
+                print(file=sys.stderr)  # the shell's prompt is to begin a line
+                if isinstance(end, EOFError):
+                    return
+                raise
+            continue
         _ask()
         if not (line := sys.stdin.readline() if sys.stdin else ""):
             return
@@ -112,7 +128,7 @@ def _at_terminal() -> bool:
 
 def _ask() -> None:
     if _at_terminal():
-        print("> ", end="", file=sys.stderr, flush=True)
+        print(_PROMPT, end="", file=sys.stderr, flush=True)
 
 
 def report(stats: Stats, engine: Engine, world: World) -> None:

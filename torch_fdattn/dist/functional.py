@@ -13,7 +13,9 @@ from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_siz
 from torch_fdattn.dist.ring_attention.sequence_shards import (
     SequenceShards,
     documents_of,
+    expect_chunk,
     named_shards,
+    prefixes_of,
 )
 from torch_fdattn.dist.state_tree import expect_block
 from torch_fdattn.functional import window_bounds
@@ -165,6 +167,7 @@ def ring_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None, kv_lens: Tensor | None = None,
     attn_mask: Tensor | None = None, dropout_p: float = 0, dropout_seed: Tensor | None = None,
     strategy: str = "ring", invariant_block: int | None = None, hierarchy: tuple[Group, Group] | None = None,
+    attention_chunk: int | None = None, prefix_lens: int | Tensor | Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over a sequence whose tokens are sharded over the ranks of a process group.
 
@@ -188,7 +191,7 @@ def ring_attention(
             "ulysses_ring" and "star".
         dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank (the seed compared as kv_lens are): with one
             seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
-            rank 0's generator draws it. Not with "ulysses" and "ulysses_ring".
+            rank 0's generator draws it.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "one_sided" (copy engines bring K and V
             through symmetric memory; GPUs of one host, not under torch.compile), "ulysses" (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges), "ulysses_ring" (all-to-all
             over heads inside nodes, K and V round the nodes).
@@ -197,6 +200,11 @@ def ring_attention(
             positions. Each pair of blocks is a call of its own: take as large a block as the shards allow. Of the forward alone.
         hierarchy: for "ulysses_ring", the groups (inner, outer): of the ranks of this rank's node, and of those of its place
             in every node. Rank = node · (ranks a node) + place.
+        attention_chunk: chunked attention (Llama 4): queries see the keys of their own chunk of so many positions, counted
+            from the first of their document, as far as causal and window let them.
+        prefix_lens: prefix-LM: a causal query sees the first so many positions too, those of its document; of each document, or
+            one number for all. Needs causal=True; not with window and attention_chunk. As cu_seqlens, on the host, the same
+            for all B and on every rank.
 
     Returns:
         out (B, H, S_r, D) and lse (B, H, S_r) of this rank's queries, float32 (float64 of float64); the same bits on every run.
@@ -232,7 +240,9 @@ def ring_attention(
         checks.expect_str(strategy=strategy)
         expect_block(invariant_block)
         inner, outer = pair_of_names(hierarchy) or (None, None)
-        documents = documents_of(cu_seqlens)
+        chunk = 0 if attention_chunk is None else attention_chunk
+        expect_chunk(chunk)
+        documents, prefixes = documents_of(cu_seqlens), prefixes_of(prefix_lens)
         if not isinstance(shards, SequenceShards):
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
     return torch.ops.fdattn.ring_attention(
@@ -240,5 +250,5 @@ def ring_attention(
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, documents=documents, kv_lens=kv_lens, attn_mask=attn_mask,
         dropout_p=dropout_p, dropout_seed=dropout_seed, invariant_block=invariant_block, inner_group=inner,
-        outer_group=outer,
+        outer_group=outer, attention_chunk=chunk, prefix_lens=prefixes,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from torch_fdattn.dropins.layer_arguments import refuse_unknown
 from torch_fdattn.dropins.mask_functions import padding as padding_of
 from torch_fdattn.dropins.mask_functions import window_of
 from torch_fdattn.dropins.model_kinds import Kind, kind_of
+from torch_fdattn.dropins.position_masks import masks_of_positions as masks_of_positions
 from torch_fdattn.extras import install_command
 from torch_fdattn.functional import attention, decode, varlen_attention
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS

@@ -14,12 +14,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from torch_fdattn.engine.llm import LLM, Prompt
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.sampling_params import SamplingParams
+from torch_fdattn.engine.structured import Matcher
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ class AsyncLLM:
     Attributes:
         llm: the engine behind: its tokenizer, max_model_len and page_size are there to be read.
 
+    Raises:
+        NotImplementedError: llm runs on several ranks, where requests would come between other steps.
+
     Examples:
         >>> import asyncio
         >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
@@ -58,10 +63,16 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if llm.num_ranks > 1:
+            raise NotImplementedError(
+                f"llm must run on one process, got one of {llm.num_ranks} ranks, on each of which requests would come "
+                "between other steps: make the same calls of LLM itself on all of them"
+            )
         self.llm, self._error = llm, None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._mailboxes: dict[str, _Mailbox] = {}  # of the thread alone
         self._ended = False
+        self._compiler = ThreadPoolExecutor(1, "torch_fdattn grammars")
         self._lock = threading.Lock()  # between the thread's end and those who send to it
         self._thread = threading.Thread(target=self._run, name="torch_fdattn engine", daemon=True)
         self._thread.start()
@@ -77,8 +88,11 @@ class AsyncLLM:
             PromptError, ValueError, TypeError: from the first `anext`: what `LLM.add_request` refuses.
             EngineDead: a step failed, or the engine was closed.
         """
+        grammar = None
+        if params.is_structured:
+            grammar = await self._compile(params)
         mailbox = _Mailbox()
-        self._send(lambda: self._add(request_id, prompt, params, mailbox))
+        self._send(lambda: self._add(request_id, prompt, params, grammar, mailbox))
         output = None
         try:
             while output is None or not output.finished:
@@ -119,7 +133,22 @@ class AsyncLLM:
         """Ends the thread after its current step; pending iterators get `EngineDead`."""
         with contextlib.suppress(EngineDead):
             self._send(None)
+        self._compiler.shutdown(wait=False)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def _compile(self, params: SamplingParams) -> Matcher:
+        """Not on the thread, where all others would wait for it; one after the other."""
+
+        def run() -> Matcher:
+            if self._ended:
+                raise self._dead()
+            return self.llm.compile_grammar(params)
+
+        try:
+            future = self._compiler.submit(run)
+        except RuntimeError:  # it was shut down
+            raise self._dead() from None
+        return await asyncio.wrap_future(future)
 
     def _send(self, command: Callable[[], None] | None) -> None:
         with self._lock:
@@ -166,13 +195,14 @@ class AsyncLLM:
         return True
 
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, mailbox: _Mailbox
-    ) -> None:
+        self, request_id: str, prompt: Prompt, params: SamplingParams, grammar: Matcher | None,
+        mailbox: _Mailbox,
+    ) -> None:  # fmt: skip
         if self._ended:
             mailbox.put(self._dead())
             return
         try:
-            self.llm.add_request(request_id, prompt, params)
+            self.llm.add_request(request_id, prompt, params, grammar)
         except Exception as error:  # the caller's: the engine goes on
             mailbox.put(error)
         else:

@@ -58,8 +58,11 @@ class Chat:
         # Every turn draws anew, but the first after a reset as the first of all.
         self._seeds = random.Random(self._sampling.seed)
 
-    def reply(self, text: str) -> Iterator[str]:
+    def reply(self, text: str, should_stop: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """The model's answer to `text`, in parts as they are made; all ranks must iterate to the end.
+
+        should_stop: asked after each token, on all ranks with the same answer; True ends the reply there. Turn and
+            reply are part of the history then, as far as they came. Where the iterator is closed instead, neither is.
 
         Raises:
             PromptError: the turn does not fit even alone; it is not part of the history then.
@@ -82,6 +85,8 @@ class Chat:
             answer.append(token)
             texts.append(decoder.push(token))
             yield texts[-1]
+            if should_stop():
+                break
         texts.append(decoder.flush())
         yield texts[-1]
         self.messages += [turn, {"role": "assistant", "content": "".join(texts)}]

@@ -2,8 +2,9 @@
 
 A pass of n sequences runs in the graph of the smallest bucket that holds it, filled up with the padding row, which has
 no pages: what it would store is dropped, and it sees no key. Token ids, page tables and slots are looked up inside the
-graph, from `SequenceRows`; the host gives rows and positions alone. Sampling stays outside: what it does depends on what
-the batch asks for.
+graph, from `SequenceRows`; the host gives rows, positions and counts alone. Sampling stays outside: what it does depends
+on what the batch asks for. With speculation there are two of these: of one token a sequence, and of as many as it takes
+for all proposals that a sequence can have.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ def decode_buckets(largest: int, smallest: int = 1) -> list[int]:
 
 
 class DecodeGraphs:
-    """`run(rows, positions) -> logits (B, vocab)`, captured for every bucket when this is made, the largest first: the
-    others fit into its memory.
+    """`run(inputs) -> logits (B * tokens of a sequence, vocab)`, captured for every bucket when this is made, the largest
+    first: the others fit into its memory.
+
+    inputs: int64 (3, B): rows, positions of their first tokens, and how many tokens they have.
 
     Raises:
         RuntimeError: torch's, where a capture fails.
     """
 
     def __init__(
-        self, run: Callable[[Tensor, Tensor], Tensor], rows: SequenceRows, largest: int, smallest: int
-    ) -> None:  # fmt: skip
+        self, run: Callable[[Tensor], Tensor], rows: SequenceRows, largest: int, smallest: int
+    ) -> None:
         device = rows.device
-        self._buckets, self._padding_row = decode_buckets(largest, smallest), rows.padding_row
-        self._rows = torch.full((largest,), rows.padding_row, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._buckets = decode_buckets(largest, smallest)
+        self._padding = torch.tensor([[rows.padding_row], [0], [1]], device=device)
+        self._inputs = self._padding.repeat(1, largest)
         self._graphs: dict[int, CapturedStep[Tensor]] = {}
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         for size in reversed(self._buckets):
-            inputs = self._rows[:size], self._positions[:size]
+            inputs = self._inputs[:, :size]
             with torch.inference_mode():
-                self._graphs[size] = CapturedStep(lambda x=inputs: run(*x), device, pool, stream)
+                self._graphs[size] = CapturedStep(lambda x=inputs: run(x), device, pool, stream)
 
-    def __call__(self, row_ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits of these n rows and of the bucket's padding behind them; the next call overwrites them."""
-        count = len(row_ids)
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Logits of these (3, n) and of the bucket's padding behind them; the next call overwrites them."""
+        count = inputs.shape[1]
         size = self._buckets[bisect_left(self._buckets, count)]
-        self._rows[:count].copy_(row_ids)
-        self._rows[count:size].fill_(self._padding_row)
-        self._positions[:count].copy_(positions)
-        self._positions[count:size].zero_()
+        self._inputs[:, :count] = inputs
+        self._inputs[:, count:size] = self._padding
         return self._graphs[size]()

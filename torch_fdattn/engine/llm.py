@@ -3,28 +3,30 @@
     add_request → waiting → running (row, pages) → chunks of the prompt → a token a step → ended: pages go back
 
 `step` queues the next step first and then reads what the one before has drawn, so that the host schedules while the
-device runs. docs/engine.md draws the life of a request.
+device runs. With speculation it reads first: proposals follow from the tokens. docs/engine.md draws the life of a request.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 
 from torch_fdattn.dist.groups import Group
 from torch_fdattn.engine.detokenizer import TextStream
 from torch_fdattn.engine.llm_setup import MAX_BATCH_TOKENS, chunk_size_of, make_runner
 from torch_fdattn.engine.logprobs import to_dicts
+from torch_fdattn.engine.ngram_speculation import NgramProposer, NgramSpeculation
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.page_pool import PagePool
-from torch_fdattn.engine.prompts import PromptError
+from torch_fdattn.engine.prompts import PromptError, prompt_tokens
 from torch_fdattn.engine.requests import Request, Sequence
 from torch_fdattn.engine.runner import LaunchedStep
-from torch_fdattn.engine.sampling import NO_TOKEN, LogitsError
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.scheduler import ScheduledStep, Scheduler
 from torch_fdattn.engine.step_constraints import constraints_of
-from torch_fdattn.engine.structured import Grammars
+from torch_fdattn.engine.step_trace import StepTrace
+from torch_fdattn.engine.structured import Grammars, Matcher
 from torch_fdattn.models import InferenceTransformer, Tokenizer, Transformer
 
 Prompt = str | SequenceOf[int]
@@ -47,13 +49,18 @@ class LLM:
             prompts then attend over dequantised copies of their pages.
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
         cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
-        tp_group: the process group that the model is parallelised over. All of its ranks make the same calls; the first
-            one's draws are taken.
+        kv_group: the process group that shares the cache by position: each rank has `pages` pages, of every sequence
+            page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`: of `dist.decode`.
+        tp_group: the process group that the model is parallelised over. All ranks of both groups make the same calls; the
+            first one's draws are taken. Both together are the dimensions of a mesh of all ranks.
         batch_invariant: the same bits for a request whatever else is in the batch; what it costs says docs/engine.md.
+        speculation: None, or how tokens are proposed so that a step may give several; not with batch_invariant.
 
     Attributes:
         model, tokenizer, device: what runs, and where.
-        max_model_len, page_size: as above.
+        max_model_len: as above.
+        page_size: tokens of a page; with kv_group of one on each rank together.
+        num_ranks: processes that make its calls.
 
     Raises:
         ValueError, TypeError, NotImplementedError: naming the argument.
@@ -83,30 +90,37 @@ class LLM:
         self, model: Transformer | InferenceTransformer, tokenizer: Tokenizer | None = None, *,
         max_num_seqs: int = 256, max_batch_tokens: int = MAX_BATCH_TOKENS, max_model_len: int | None = None,
         pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
-        enable_prefix_caching: bool = True, cuda_graph: bool | None = None, tp_group: Group = None,
-        batch_invariant: bool = False,
+        enable_prefix_caching: bool = True, cuda_graph: bool | None = None, kv_group: Group = None,
+        strategy: str = "auto", tp_group: Group = None, batch_invariant: bool = False,
+        speculation: NgramSpeculation | None = None,
     ) -> None:  # fmt: skip
         self._runner, sizes = make_runner(
             model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
-            pages=pages, page_size=page_size, kv_dtype=kv_dtype, cuda_graph=cuda_graph, tp_group=tp_group,
-            batch_invariant=batch_invariant,
+            pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=enable_prefix_caching,
+            cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, tp_group=tp_group,
+            batch_invariant=batch_invariant, speculation=speculation,
         )  # fmt: skip
         self.model, self.tokenizer = self._runner.model, tokenizer
+        page_size = sizes.page_size
         self.max_model_len, self.page_size = sizes.max_model_len, page_size
+        self.num_ranks = self._runner.num_ranks
         self.device = self._runner.rows.device
         self._pool = PagePool(sizes.pages)
         chunk_size = None
         if batch_invariant:
             chunk_size = chunk_size_of(page_size, max_num_seqs, max_batch_tokens)
         self._scheduler = Scheduler(
-            self._pool, page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size
-        )
+            self._pool, page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size,
+            speculation,
+        )  # fmt: skip
+        self._speculation = speculation
         self._requests: dict[str, Request] = {}
         self._changed: dict[str, Request] = {}
         self._in_flight: LaunchedStep | None = None
-        self._grammars: Grammars | None = None
+        self._grammars = Grammars(tokenizer, self.model.config.vocab_size)
         self._eos_ids = frozenset() if tokenizer is None else tokenizer.eos_ids
         self._prompt_tokens = self._generated_tokens = 0
+        self._proposed_tokens = self._accepted_tokens = 0
 
     def generate(
         self, prompts: SequenceOf[Prompt], sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
@@ -145,25 +159,40 @@ class LLM:
                 self.abort(request_id)
         return [outputs[str(i)] for i in range(len(prompts))]
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, grammar: Matcher | None = None,
+    ) -> None:  # fmt: skip
         """A request that the next steps serve.
+
+        grammar: what `compile_grammar` gave for these params; None: that is done here.
 
         Raises:
             PromptError: an empty prompt, unknown token ids, or more than max_model_len or the pages can hold.
             ValueError, TypeError: a request_id that an unfinished request has, or what the parameters need is not there.
         """
-        self._add(request_id, prompt, params, "prompt")
+        self._add(request_id, prompt, params, "prompt", grammar)
+
+    def compile_grammar(self, params: SamplingParams) -> Matcher | None:
+        """What `add_request` makes of params.json_schema or params.grammar, which may take seconds: on any thread, and for
+        any number of requests. None: params has neither.
+
+        Raises:
+            ValueError: it is none that llguidance takes, or beyond the limits (`grammar_limits.py`).
+            ModelError, NotImplementedError: llguidance is not there, or the tokenizer is none of its.
+        """
+        return self._grammars.matcher(params) if params.is_structured else None
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends an unfinished request, whose pages are free at once: what there is of it. None, and nothing done, for others.
-        `step` gives no further output of it."""
+        """Ends an unfinished request, whose pages are free at once: what there is of it, text that was held back for a stop
+        string included, as vLLM has it. None, and nothing done, for others. `step` gives no further output of it."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
         self._changed.pop(request_id, None)
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                self._end(sequence, "abort")
+                sequence.finish("abort")
+                self._scheduler.remove(sequence)
         return request.output()
 
     @property
@@ -177,6 +206,7 @@ class LLM:
         Raises:
             LogitsError: the model gave NaN or inf to draw from. After this and any other error all requests are aborted, and
                 the prefix cache is empty: what stands in its pages is uncertain.
+            PeerTimeout: a one-sided strategy waited in vain for a rank of kv_group.
         """
         try:
             return self._step()
@@ -188,10 +218,12 @@ class LLM:
             raise
 
     def _step(self) -> list[RequestOutput]:
+        before, self._in_flight = self._in_flight, None
+        if self._speculation is not None:  # proposals follow from what was drawn
+            self._read(before)
         scheduled = self._scheduler.schedule()
-        launched = None if scheduled is None else self._launch(scheduled)
-        before, self._in_flight = self._in_flight, launched
-        if before is not None:
+        self._in_flight = None if scheduled is None else self._launch(scheduled)
+        if self._speculation is None:
             self._read(before)
         changed, self._changed = self._changed, {}
         for request in changed.values():
@@ -205,51 +237,45 @@ class LLM:
         return EngineStats(
             len(scheduler.running), len(scheduler.waiting), pool.pages - pool.num_free, pool.pages,
             self._prompt_tokens, self._generated_tokens, scheduler.prefix_hit_tokens,
-            scheduler.prefix_query_tokens, scheduler.preemptions,
+            scheduler.prefix_query_tokens, scheduler.preemptions, self._proposed_tokens,
+            self._accepted_tokens,
         )  # fmt: skip
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, name: str) -> None:
+    def trace(self, path: str | Path | None = None) -> StepTrace:
+        """A context in which steps are timed by layer and part; path: of a file that ui.perfetto.dev opens."""
+        return StepTrace(self._runner, path)
+
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, name: str, grammar: Matcher | None = None,
+    ) -> None:  # fmt: skip
+        self._runner.compare_request(request_id, prompt, params)
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if request_id in self._requests:
             raise ValueError(f"request_id must be of no unfinished request, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        tokens = self._tokens_of(prompt, name)
+        tokens = prompt_tokens(prompt, self.tokenizer, self.model.config.vocab_size, name)
         max_length = self._max_length(tokens, params, name)
         self._check_params(params)
+        grammar = self.compile_grammar(params) if grammar is None else grammar
         request = Request(request_id, tokens, params)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             text = None
             if self.tokenizer is not None:
                 text = TextStream(self.tokenizer, tokens, params.stop)
-            matcher = self._grammars.matcher(params) if params.is_structured else None
-            request.sequences.append(Sequence(request, index, seed, max_length, text, matcher))
+            matcher = None if grammar is None else grammar.copy()
+            proposer = None
+            if self._speculation is not None and matcher is None:
+                proposer = NgramProposer(self._speculation)
+            request.sequences.append(
+                Sequence(request, index, seed, max_length, text, matcher, proposer)
+            )
         self._requests[request_id] = request
         for sequence in request.sequences:
             self._scheduler.add(sequence)
         self._prompt_tokens += len(tokens)
-
-    def _tokens_of(self, prompt: Prompt, name: str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise TypeError(f"{name} must be token ids where LLM has no tokenizer, got a str")
-            prompt = self.tokenizer.encode(prompt)
-        if not isinstance(prompt, SequenceOf) or isinstance(prompt, bytes):
-            raise TypeError(
-                f"{name} must be a str or a list of token ids, got {type(prompt).__name__}"
-            )
-        if wrong := [x for x in prompt if type(x) is not int]:
-            raise TypeError(f"{name} must hold integer token ids, got {wrong[0]!r}")
-        vocab_size = self.model.config.vocab_size
-        if not prompt:
-            raise PromptError(f"{name} must have at least one token, got none")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise PromptError(
-                f"{name} must hold token ids from 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}"
-            )
-        return list(prompt)
 
     def _max_length(self, tokens: list[int], params: SamplingParams, name: str) -> int:
         if len(tokens) >= self.max_model_len:
@@ -281,51 +307,44 @@ class LLM:
                 f"stop_token_ids must leave a token to draw before min_tokens = {params.min_tokens}, got all "
                 f"{vocab_size}: leave some out, or set min_tokens to 0"
             )
-        for name, value in (
-            ("stop", params.stop), ("json_schema", params.json_schema), ("grammar", params.grammar),
-        ):  # fmt: skip
-            if value and self.tokenizer is None:
-                raise ValueError(f"{name} needs a tokenizer: give LLM one")
-        if params.is_structured and self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop needs a tokenizer: give LLM one")
 
     def _launch(self, step: ScheduledStep) -> LaunchedStep:
         return self._runner.launch(
             step, constraints_of(step, self._eos_ids, self._runner.rows.device)
         )
 
-    def _read(self, step: LaunchedStep) -> None:
+    def _read(self, step: LaunchedStep | None) -> None:
         """Gives drawn tokens to their sequences, of which some end."""
+        if step is None:
+            return
         tokens = step.read()
-        listed: dict[int, dict] = {}
+        self._runner.raise_faults()
+        listed: list[dict | None] = [None] * len(tokens)
         if step.logprobs is not None:
-            counts = [step.samples[i].sequence.params.logprobs for i in step.with_logprobs]
-            dicts = to_dicts(step.logprobs, counts, self._text_of)
-            listed = dict(zip(step.with_logprobs, dicts, strict=True))
+            dicts = to_dicts(step.logprobs, step.with_logprobs.values(), self._text_of)
+            for i, entries in zip(step.with_logprobs, dicts, strict=True):
+                listed[i] = entries
         for chunk, found in step.prompt_logprobs:
             request = chunk.sequence.request
             counts = [request.params.prompt_logprobs] * len(found.tokens)
             dicts = to_dicts(found, counts, self._text_of)
             request.add_prompt_logprobs(chunk.start + 1, dicts)
-        for i, (chunk, token) in enumerate(zip(step.samples, tokens, strict=True)):
-            sequence = chunk.sequence
+        end = 0
+        for chunk in step.samples:
+            sequence, begin, end = chunk.sequence, end, end + len(chunk.draw_positions)
             if sequence.finish_reason is not None:
                 continue  # it had ended before this step was known to be one too many
-            if token == NO_TOKEN:
-                raise LogitsError(
-                    f"logits must be finite to draw from them, got NaN, inf or -inf alone for new token "
-                    f"{chunk.end - sequence.prompt_length} of request {sequence.request.request_id!r}: look at the "
-                    "weights and their dtype (float16 ends at 65504)"
-                )
-            sequence.accept(token, listed.get(i), self._eos_ids)
-            self._generated_tokens += 1
+            taken = sequence.accept(
+                tokens[begin:end], chunk.proposals, listed[begin:end], self._eos_ids
+            )
+            self._generated_tokens += taken
+            self._proposed_tokens += len(chunk.proposals)
+            self._accepted_tokens += taken - 1
             self._changed[sequence.request.request_id] = sequence.request
             if sequence.finish_reason is not None:
-                self._end(sequence, sequence.finish_reason)
-
-    def _end(self, sequence: Sequence, reason: str) -> None:
-        sequence.finish_reason = reason
-        self._scheduler.remove(sequence)
+                self._scheduler.remove(sequence)
 
     def _text_of(self, token: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode([token])

@@ -6,13 +6,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from torch_fdattn.dist.groups import Group, name_of
+from torch_fdattn.dist.decode.op import ONE_SIDED, check_strategy
+from torch_fdattn.dist.groups import Group, rank_and_size
 from torch_fdattn.dist.kv_cache.scales import kv_format
+from torch_fdattn.dist.symm.availability import expect_mapped
+from torch_fdattn.engine.llm_groups import EngineGroups
+from torch_fdattn.engine.ngram_speculation import MAX_VOCAB_SIZE, NgramSpeculation
 from torch_fdattn.engine.paged_step import PagedKV
 from torch_fdattn.engine.runner import ModelRunner
 from torch_fdattn.engine.sequence_rows import SequenceRows
+from torch_fdattn.engine.sharded_pages import ShardedPagedKV
 from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.models.parallelize import local_kv_heads
 
@@ -21,7 +25,7 @@ _GPU_SHARE = 0.85
 _CPU_BYTES = 2**30
 _LARGEST_CHUNK = 512
 #: Tokens of a step where the caller gives none. The host launches a step of prompts more slowly than a GPU computes small ones.
-MAX_BATCH_TOKENS = 8192
+MAX_BATCH_TOKENS = 16384
 
 
 class Sizes(NamedTuple):
@@ -29,53 +33,84 @@ class Sizes(NamedTuple):
 
     max_model_len: int
     pages: int
+    page_size: int  # tokens of a page, of all ranks of kv_group together
 
 
 def make_runner(
     model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
-    max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None, cuda_graph: bool | None,
-    tp_group: Group, batch_invariant: bool,
+    max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None,
+    enable_prefix_caching: bool, cuda_graph: bool | None, kv_group: Group, strategy: str, tp_group: Group,
+    batch_invariant: bool, speculation: NgramSpeculation | None,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
     """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
         raise TypeError(
             f"model must be a Transformer or its inference form, got {type(model).__name__}: see models.load_model"
         )
-    _expect_positive(
+    model = model.for_inference() if type(model) is Transformer else model
+    config, weight = model.config, model.norm.weight
+    sizes = dict(
         max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, page_size=page_size,
         max_model_len=max_model_len, pages=pages,
     )  # fmt: skip
-    form = kv_format(kv_dtype)
-    model = model.for_inference() if type(model) is Transformer else model
-    config, weight = model.config, model.norm.weight
-    if max_model_len is not None and max_model_len > config.max_positions:
-        raise ValueError(
-            f"max_model_len must be at most the model's {config.max_positions} positions, got {max_model_len}"
-        )
-    if cuda_graph and not weight.is_cuda:
-        raise ValueError(
-            f"cuda_graph must be None or False where the model is on {weight.device}, got True"
-        )
-    group = None
-    if tp_group is not None:
-        group = distributed_c10d._resolve_process_group(name_of(tp_group, "tp_group"))
+    groups = EngineGroups.of(kv_group, tp_group)
+    with groups.refusing(weight):
+        _expect_positive(**sizes)
+        form = kv_format(kv_dtype)
+        _check_strategy(strategy, groups.kv)
+        _check_speculation(speculation, batch_invariant, config.vocab_size)
+        if max_model_len is not None and max_model_len > config.max_positions:
+            raise ValueError(
+                f"max_model_len must be at most the model's {config.max_positions} positions, got {max_model_len}"
+            )
+        if cuda_graph and not weight.is_cuda:
+            raise ValueError(
+                f"cuda_graph must be None or False where the model is on {weight.device}, got True"
+            )
+    graphs = weight.is_cuda if cuda_graph is None else cuda_graph
+    groups.check_equal(
+        weight,
+        {
+            **sizes, "kv_dtype": kv_dtype, "enable_prefix_caching": enable_prefix_caching,
+            "cuda_graph": graphs, "strategy": strategy, "batch_invariant": batch_invariant,
+            "speculation": speculation,
+            "whether kv_group is given": groups.kv is not None,
+            "whether tp_group is given": groups.tp is not None,
+            "the model's configuration": config, "the model's dtype": weight.dtype,
+        },
+    )  # fmt: skip
+    if groups.kv is not None and strategy in ONE_SIDED:
+        expect_mapped(f"strategy {strategy!r}", groups.kv, weight.device)
     longest = config.max_positions if max_model_len is None else max_model_len
     shape = config.num_layers, page_size, local_kv_heads(model), config.head_dim
+    ranks = 1 if groups.kv is None else rank_and_size(groups.kv)[1]
     if pages is None:
         page_bytes = PagedKV.page_bytes(*shape, weight.dtype, form)
-        pages = _default_pages(
-            max_num_seqs * -(-longest // page_size), page_bytes, weight.device, group
+        enough = max_num_seqs * -(-longest // (page_size * ranks))
+        pages = _default_pages(enough, page_bytes, weight.device, groups.everybody)
+    options = dict(dtype=weight.dtype, device=weight.device, form=form)
+    if groups.kv is None:
+        kv = PagedKV(config.num_layers, pages, *shape[1:], **options)
+    else:
+        kv = ShardedPagedKV(
+            config.num_layers, pages, *shape[1:], **options, group_name=groups.kv, strategy=strategy
         )
-    kv = PagedKV(
-        config.num_layers, pages, *shape[1:], dtype=weight.dtype, device=weight.device, form=form
-    )
-    rows = SequenceRows(max_num_seqs, longest, page_size, weight.device)
-    graphs = weight.is_cuda if cuda_graph is None else cuda_graph
+    rows = SequenceRows(max_num_seqs, longest, kv.page_size, weight.device)
     runner = ModelRunner(
-        model, kv, rows, max_num_seqs, cuda_graph=graphs, group=group,
-        batch_invariant=batch_invariant,
+        model, kv, rows, max_num_seqs, cuda_graph=graphs, group=groups.everybody,
+        batch_invariant=batch_invariant, speculation=speculation,
     )  # fmt: skip
-    return runner, Sizes(longest, pages)
+    return runner, Sizes(longest, pages, kv.page_size)
+
+
+def _check_strategy(strategy: str, kv_group: str | None) -> None:
+    if kv_group is None and strategy != "auto":
+        raise ValueError(f"strategy must be 'auto' where kv_group is None, got {strategy!r}")
+    if strategy == "hierarchical":
+        raise NotImplementedError(
+            "strategy must be of one group of ranks, got 'hierarchical': take another one, or Engine, which has it"
+        )
+    check_strategy(strategy, None)
 
 
 def chunk_size_of(page_size: int, max_num_seqs: int, max_batch_tokens: int) -> int:
@@ -87,6 +122,26 @@ def chunk_size_of(page_size: int, max_num_seqs: int, max_batch_tokens: int) -> i
             f"batch_invariant is True, got {max_batch_tokens}"
         )
     return largest // page_size * page_size
+
+
+def _check_speculation(
+    speculation: NgramSpeculation | None, batch_invariant: bool, vocab_size: int
+) -> None:
+    if speculation is None:
+        return
+    if not isinstance(speculation, NgramSpeculation):
+        raise TypeError(
+            f"speculation must be a NgramSpeculation or None, got {type(speculation).__name__}"
+        )
+    if batch_invariant:
+        raise ValueError(
+            "speculation must be None where batch_invariant is True, got a NgramSpeculation: how many tokens a pass has "
+            "would depend on the batch, and so would bits; leave one of the two out"
+        )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise NotImplementedError(
+            f"speculation needs a vocabulary of at most {MAX_VOCAB_SIZE} tokens, got {vocab_size}: leave it out"
+        )
 
 
 def _default_pages(

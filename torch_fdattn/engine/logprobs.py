@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> TokenLogprobs:
 
 
 def to_dicts(
-    logprobs: TokenLogprobs, counts: list[int], text_of: Callable[[int], str]
+    logprobs: TokenLogprobs, counts: Iterable[int], text_of: Callable[[int], str]
 ) -> list[dict[int, Logprob]]:
     """By token id, for each of n tokens: itself and its `counts` most likely ones; logprobs on the host."""
     listed = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Logprob(NamedTuple):
@@ -31,7 +31,8 @@ class CompletionOutput:
         token_ids: all tokens drawn, one that ended the completion included.
         logprobs: for each token, by token id, the drawn one and the most likely ones; None where not asked for.
         finish_reason: None while it goes on; "stop": an end token, a stop token or string, the end of a grammar;
-            "length": max_tokens or the model's length; "abort": aborted, or its grammar is beyond llguidance's limits.
+            "length": max_tokens or the model's length; "abort": aborted; "error": it could not go on, other completions do.
+        error: of "error", what the reason is; it begins with the parameter's name.
 
     Examples:
         >>> torch_fdattn.engine.CompletionOutput(index=0).finish_reason is None
@@ -43,6 +44,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +82,8 @@ class EngineStats:
         prefix_hit_tokens, prefix_query_tokens: tokens that admitted completions took from the prefix cache, of those that
             they looked for.
         preemptions: completions that lost their pages and were computed anew.
+        proposed_tokens, accepted_tokens: of speculation: tokens proposed, and those of them that completions took, each of
+            which spared a step.
 
     Examples:
         >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
@@ -97,3 +101,5 @@ class EngineStats:
     prefix_hit_tokens: int
     prefix_query_tokens: int
     preemptions: int
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0

@@ -1,8 +1,8 @@
 """K and V in pages, and one step's passes over them: what a model's forward is given as its cache.
 
 A model sees a batch of T sequences with one token each, (T, 1), and needs nothing of its own for continuous batching:
-the token's position is the length that it asks for. First come the D tokens that decode, then the tokens of P chunks,
-packed. Per layer:
+the token's position is the length that it asks for. First come the tokens of D sequences that decode, as many for each,
+then the tokens of P chunks, packed. Per layer:
 
     append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token
     attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.kv_cache.scales import KVFormat
 from torch_fdattn.functional import paged_append_kv, paged_decode, varlen_attention
+from torch_fdattn.models import InferenceTransformer, Transformer
 
 
 class PagedKV:
@@ -28,10 +29,14 @@ class PagedKV:
     over the format's largest. So no token decides about another's precision, and nothing saturates.
 
     Attributes:
+        page_size: positions of a sequence that a page's number stands for.
         k, v: views (layers, pages, kv_heads, page_size, head_dim), as the ops take them.
         scales: fp32 (2, layers, pages + 1, kv_heads, page_size), of k and of v; None without a form. The last page takes what
             padding would store.
+        waits_in: names of groups in whose exchanges a step may wait in vain.
     """
+
+    waits_in: tuple[str, ...] = ()
 
     def __init__(
         self, num_layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, *,
@@ -57,6 +62,13 @@ class PagedKV:
         if form is not None:
             head = head_dim * form.dtype.itemsize + torch.float32.itemsize
         return 2 * num_layers * page_size * kv_heads * head
+
+    def step(
+        self, positions: Tensor, pages: Tensor, decodes: Decodes | None, prefills: Prefills | None,
+        batch_invariant: bool,
+    ) -> PagedStep:  # fmt: skip
+        """A step over these pages, of `PagedStep`'s arguments."""
+        return PagedStep(self, positions, pages, decodes, prefills, batch_invariant)
 
     def store(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:
         """k and v (T, kv_heads, 1, head_dim) into these slots of these pages, int32 (T,); a page of -1: nowhere."""
@@ -93,10 +105,12 @@ class PagedKV:
 
 
 class Decodes(NamedTuple):
-    """D sequences that compute one token each."""
+    """D sequences that compute the same number of tokens each: one, or as many as the one with the most proposals."""
 
     page_table: Tensor  # int32 (D, pages of a sequence)
-    kv_lens: Tensor  # int32 (D,), the new tokens included
+    kv_lens: Tensor  # int32 (D,), the new tokens included, padding not
+    queries: int = 1  # tokens of each, padding included
+    q_start: Tensor | None = None  # int32 (D,), where the first of several stands
 
 
 class Prefills(NamedTuple):
@@ -113,7 +127,7 @@ class PagedStep:
     Args:
         positions: int64 (T,) of each token in its sequence.
         pages: int32 (T,), the page of each token; negative: it is padding, and stored nowhere.
-        decodes, prefills: of the first D tokens and of the others; None: there are none.
+        decodes, prefills: of the first tokens, a multiple of D, and of the others; None: there are none.
         batch_invariant: as `paged_decode`'s.
 
     Attributes:
@@ -127,7 +141,13 @@ class PagedStep:
         self._kv, self.lengths = kv, positions
         self._pages, self._slots = pages, (positions % kv.page_size).int()
         self._decodes, self._prefills = decodes, prefills
+        # Tokens of decodes.
+        self._split = 0 if decodes is None else len(decodes.kv_lens) * decodes.queries
         self._batch_invariant = batch_invariant
+
+    def hidden(self, model: Transformer | InferenceTransformer, tokens: Tensor) -> Tensor:
+        """(T, hidden size) behind the model's last block, of tokens (T,)."""
+        return model.hidden(tokens[:, None], self)[:, 0]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores k and v (T, kv_heads, 1, head_dim)."""
@@ -138,26 +158,33 @@ class PagedStep:
         window: tuple[int, int] | None = None, softcap: float = 0,
     ) -> Tensor:  # fmt: skip
         """Causal attention of q (T, heads, 1, head_dim) over what each token's sequence has stored up to it."""
-        options = dict(causal=True, scale=scale, window=window, softcap=softcap)
-        outs, split = [], 0
+        options = dict(scale=scale, window=window, softcap=softcap)
+        outs = []
         if self._decodes is not None:
-            table, kv_lens = self._decodes
-            split = len(kv_lens)
-            k, v = self._kv.k[layer], self._kv.v[layer]
-            scales, invariant = self._kv.scales_of(layer), self._batch_invariant
-            outs.append(
-                paged_decode(
-                    q[:split], k, v, table, kv_lens, batch_invariant=invariant, **scales, **options
-                )[0]
-            )
+            queries, own = self._decodes.queries, q[: self._split]
+            if queries > 1:  # a view (D, heads, queries, head_dim)
+                own = own[:, :, 0].unflatten(0, (-1, queries)).transpose(1, 2)
+            out = self._attend_decodes(layer, own, q_start=self._decodes.q_start, **options)
+            outs.append(out if queries == 1 else out.transpose(1, 2).flatten(0, 1)[:, :, None])
         if self._prefills is not None:
-            cu_seqlens, table, kv_lens = self._prefills
-            k, v, table = self._kv.pages_for_prefill(layer, table, q.dtype)
-            packed, _ = varlen_attention(
-                q[split:, :, 0], k, v, cu_seqlens, page_table=table, kv_lens=kv_lens, **options
-            )
-            outs.append(packed[:, :, None])
+            outs.append(self._attend_prefills(layer, q[self._split :, :, 0], **options)[:, :, None])
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
+        """Of q (D, heads, queries, head_dim)."""
+        table, kv_lens = self._decodes.page_table, self._decodes.kv_lens
+        k, v, scales = self._kv.k[layer], self._kv.v[layer], self._kv.scales_of(layer)
+        return paged_decode(
+            q, k, v, table, kv_lens, causal=True, batch_invariant=self._batch_invariant, **scales, **options
+        )[0]  # fmt: skip
+
+    def _attend_prefills(self, layer: int, q: Tensor, **options) -> Tensor:
+        """Of q (tokens, heads, head_dim)."""
+        cu_seqlens, table, kv_lens = self._prefills
+        k, v, table = self._kv.pages_for_prefill(layer, table, q.dtype)
+        return varlen_attention(
+            q, k, v, cu_seqlens, page_table=table, kv_lens=kv_lens, causal=True, **options
+        )[0]
 
     def advance(self, tokens: int) -> None:
         """The scheduler counts what is stored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_fdattn.engine.caches import Cache
+from torch_fdattn.models import Tokenizer
 
 
 class PromptError(ValueError):
@@ -57,3 +58,24 @@ def check_prompts(
     ]
     if shortage := cache.shortage(lengths):
         raise PromptError(shortage)
+
+
+def prompt_tokens(
+    prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab_size: int, name: str
+) -> list[int]:
+    """The token ids of one of `LLM`'s prompts, all of them known; name is what errors call it."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise TypeError(f"{name} must be token ids where LLM has no tokenizer, got a str")
+        prompt = tokenizer.encode(prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise TypeError(f"{name} must be a str or a list of token ids, got {type(prompt).__name__}")
+    if wrong := [x for x in prompt if type(x) is not int]:
+        raise TypeError(f"{name} must hold integer token ids, got {wrong[0]!r}")
+    if not prompt:
+        raise PromptError(f"{name} must have at least one token, got none")
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise PromptError(
+            f"{name} must hold token ids from 0 to {vocab_size - 1}, got {min(prompt)} to {max(prompt)}"
+        )
+    return list(prompt)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch_fdattn.engine.detokenizer import TextStream
+from torch_fdattn.engine.ngram_speculation import NgramProposer
 from torch_fdattn.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from torch_fdattn.engine.random_numbers import seed_of_completion
+from torch_fdattn.engine.sampling import NO_TOKEN, LogitsError
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.structured import Matcher
 
@@ -18,28 +20,30 @@ class Sequence:
 
     Attributes:
         tokens: those that the host has: the prompt, and what was drawn and read back.
-        in_flight: tokens that are drawn, or will be by a step on its way, and not read back: 0 or 1.
-        num_computed: tokens whose K and V are in the cache, those of steps on their way included.
+        in_flight: whether a step on its way draws for it: 0 or 1.
+        num_computed: tokens whose K and V are in the cache, those of steps on their way included, proposals too.
         max_length: tokens at which it ends, prompt included.
         pages: of the cache, in the order of its tokens; hashes: names of its full pages, as far as they were asked for.
         num_registered: pages that the prefix cache was told of.
         row: of `SequenceRows`, while it runs.
         matcher: what the grammar allows next; None without one.
+        proposer: what may come next, for speculation; None: it does not speculate.
     """
 
     def __init__(
         self, request: Request, index: int, seed: int, max_length: int, text: TextStream | None,
-        matcher: Matcher | None,
+        matcher: Matcher | None, proposer: NgramProposer | None = None,
     ) -> None:  # fmt: skip
         self.request, self.index = request, index
         self.seed = seed_of_completion(seed, index)
-        self.max_length, self.matcher = max_length, matcher
+        self.max_length, self.matcher, self.proposer = max_length, matcher, proposer
         self.tokens = list(request.prompt)
         self.in_flight = self.num_computed = self.num_registered = self.preemptions = 0
         self.pages: list[int] = []
         self.hashes: list[bytes] = []
         self.row: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None  # why it could not go on
         self._text = text
         self._logprobs: list[TokenLogprobs] | None = None if self.params.logprobs is None else []
 
@@ -56,20 +60,46 @@ class Sequence:
         """Tokens that it has, the one in flight included."""
         return len(self.tokens) + self.in_flight
 
-    def accept(self, token: int, logprobs: TokenLogprobs | None, eos_ids: Collection[int]) -> None:
-        """A token drawn for it has been read back; this may end it."""
+    def accept(
+        self, drawn: list[int], proposals: tuple[int, ...], logprobs: list[TokenLogprobs | None],
+        eos_ids: Collection[int],
+    ) -> int:  # fmt: skip
+        """What a step has drawn for it is read back: a token behind its last one, and one behind each proposal. It takes
+        them as far as the proposals before them were drawn, or up to its end: how many.
+
+        Raises:
+            LogitsError: one that it takes is NO_TOKEN.
+        """
         self.in_flight -= 1
+        taken = 0
+        for token, values, proposal in zip(drawn, logprobs, (*proposals, NO_TOKEN), strict=True):
+            self._append(token, values, eos_ids)
+            taken += 1
+            if self.finish_reason is not None or token != proposal:
+                break
+        # K and V of the proposals behind are of no token of its own: computed anew, and stored over them.
+        self.num_computed -= len(drawn) - taken
+        return taken
+
+    def _append(self, token: int, logprobs: TokenLogprobs | None, eos_ids: Collection[int]) -> None:
+        if token == NO_TOKEN:
+            raise LogitsError(
+                "logits must be finite to draw from them, got NaN, inf or -inf alone for new token "
+                f"{len(self.tokens) - self.prompt_length} of request {self.request.request_id!r}: look at the "
+                "weights and their dtype (float16 ends at 65504)"
+            )
         self.tokens.append(token)
         if self._logprobs is not None:
             self._logprobs.append(logprobs)
         if self._ends_with(token, eos_ids):
-            failed = self.matcher is not None and self.matcher.has_failed
-            self.finish("abort" if failed else "stop")
+            self.error = None if self.matcher is None else self.matcher.error
+            self.finish("stop" if self.error is None else "error")
         elif len(self.tokens) >= self.max_length:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        if self._text is not None and self._text.flush():
+        """Its end; text that was held back is handed out."""
+        if self._text is not None and self._text.flush() and reason == "length":
             reason = "stop"  # what was held back has become a stop string
         self.finish_reason = reason
 
@@ -89,6 +119,7 @@ class Sequence:
             self.tokens[self.prompt_length :],
             None if self._logprobs is None else list(self._logprobs),
             self.finish_reason,
+            self.error,
         )
 
 

@@ -10,25 +10,31 @@ A step is one pass of the model, decodes first. In batch-invariant mode it is on
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch_fdattn import checks
+from torch_fdattn.dist.consensus import check_equal_on_all_ranks
+from torch_fdattn.dist.symm.faults import check
 from torch_fdattn.engine.decode_graphs import DecodeGraphs
 from torch_fdattn.engine.logprobs import TokenLogprobs, logprobs_of
+from torch_fdattn.engine.ngram_speculation import NgramSpeculation
 from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
 from torch_fdattn.engine.sampler import Constraints, SampleNeeds, sample
 from torch_fdattn.engine.scheduler import Chunk, ScheduledStep
-from torch_fdattn.engine.sequence_rows import SequenceRows, to_device
+from torch_fdattn.engine.sequence_rows import NO_PAGE, SequenceRows, to_device
 from torch_fdattn.models import InferenceTransformer, Transformer
 
 
 class Logits(NamedTuple):
     """What a pass gives."""
 
-    last: Tensor  # (n, vocab) of the chunks that sample, in the step's order
+    drawn_from: Tensor  # (n, vocab) of all draws, in the step's order
     prompts: list[
         tuple[Chunk, Tensor]
     ]  # chunks that ask for their prompt's log-probabilities, and (tokens, vocab)
@@ -38,9 +44,9 @@ class LaunchedStep(NamedTuple):
     """A step on its way. Of the tensors, which copies to the host may still fill, `read` is the only reader."""
 
     samples: list[Chunk]
-    tokens: Tensor
-    logprobs: TokenLogprobs | None  # of the chunks `with_logprobs`
-    with_logprobs: list[int]  # numbers of samples
+    tokens: Tensor  # a chunk's draws one behind the other, in the order of their positions
+    logprobs: TokenLogprobs | None  # of the draws `with_logprobs`
+    with_logprobs: dict[int, int]  # numbers of draws, and how many alternatives each asks for
     prompt_logprobs: list[tuple[Chunk, TokenLogprobs]]
     event: torch.cuda.Event | None
 
@@ -59,59 +65,90 @@ class ModelRunner:
         kv, rows: its pages and rows.
         max_num_seqs: decodes that a step can have.
         cuda_graph: whether passes of decodes alone are captured (`decode_graphs.py`).
-        group: ranks that share the model: the first one's tokens are taken.
+        group: ranks that share the model, the cache or both: the first one's tokens are taken.
         batch_invariant: see above.
+        speculation: what proposals steps may have.
 
     Attributes:
         passes: of the model so far.
+        replays_graphs: False: captured passes run eagerly, as a trace asks it.
+        num_ranks: of the group; 1 without one.
     """
 
     def __init__(
         self, model: Transformer | InferenceTransformer, kv: PagedKV, rows: SequenceRows, max_num_seqs: int, *,
         cuda_graph: bool, group: dist.ProcessGroup | None, batch_invariant: bool,
+        speculation: NgramSpeculation | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.passes = model, rows, 0
+        self.replays_graphs = True
         self._kv, self._group, self._device = kv, group, rows.device
+        self.num_ranks = 1 if group is None else group.size()
         self._max_num_seqs, self._batch_invariant = max_num_seqs, batch_invariant
-        self._graphs = None
+        self._graphs = self._speculative_graphs = None
+        self._max_queries = 1 if speculation is None else 1 + speculation.max_tokens
         if cuda_graph:
             smallest = max_num_seqs if batch_invariant else 1
             self._graphs = DecodeGraphs(self._decode, rows, max_num_seqs, smallest)
+        if cuda_graph and speculation is not None:
+            decode = functools.partial(self._decode, queries=self._max_queries)
+            largest = min(max_num_seqs, speculation.max_sequences)
+            self._speculative_graphs = DecodeGraphs(decode, rows, largest, 1)
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep, constraints: Constraints) -> LaunchedStep:
-        """Queues the step. constraints: by the numbers of its chunks that sample, decodes first."""
+        """Queues the step. constraints: by the numbers of its draws, those of decodes first."""
         self.rows.update(step)
         logits = self._forward(step)
         samples = [chunk for chunk in (*step.decodes, *step.prefills) if chunk.samples]
-        tokens, found, numbers = self._sample(samples, logits.last, constraints)
+        tokens, found, counts = self._sample(samples, logits.drawn_from, constraints)
         prompts = [(chunk, self._prompt_logprobs(chunk, own)) for chunk, own in logits.prompts]
         event = None
         tokens, found = _to_host(tokens), None if found is None else _all_to_host(found)
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return LaunchedStep(samples, tokens, found, numbers, prompts, event)
+        return LaunchedStep(samples, tokens, found, counts, prompts, event)
+
+    def compare_request(self, request_id: object, prompt: object, params: object) -> None:
+        """Compares a request on all ranks: on CPUs, and with TORCH_FDATTN_CHECK=1.
+
+        Raises:
+            ValueError: on every rank, naming what differs.
+        """
+        if self._group is None or not (self._device.type == "cpu" or checks.CHECK_VALUES):
+            return
+        named = {"request_id": request_id, "the prompt": prompt, "the sampling parameters": params}
+        hashes = {
+            f"the hash of {name}": hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+            for name, value in named.items()
+        }
+        check_equal_on_all_ranks(self._group.group_name, self.rows.tokens, hashes)
+
+    def raise_faults(self) -> None:
+        """Raises PeerTimeout where a rank that shares the cache did not come to a step that has been read."""
+        if self._kv.waits_in:
+            check(*self._kv.waits_in, synchronize=False)
 
     def _sample(
         self, samples: list[Chunk], logits: Tensor, constraints: Constraints
-    ) -> tuple[Tensor, TokenLogprobs | None, list[int]]:
+    ) -> tuple[Tensor, TokenLogprobs | None, dict[int, int]]:
         if not samples:
-            return torch.empty(0, dtype=torch.int64), None, []
-        params = [chunk.sequence.params for chunk in samples]
-        ends = [chunk.end for chunk in samples]
-        row_ids, lengths = to_device([[chunk.row for chunk in samples], ends], self._device)
-        needs = SampleNeeds.of(params, ends)
+            return torch.empty(0, dtype=torch.int64), None, {}
+        draws = [(chunk, position) for chunk in samples for position in chunk.draw_positions]
+        params = [chunk.sequence.params for chunk, _ in draws]
+        positions = [position for _, position in draws]
+        row_ids, lengths = to_device([[chunk.row for chunk, _ in draws], positions], self._device)
+        needs = SampleNeeds.of(params, positions)
         tokens = sample(logits, self.rows, row_ids, lengths, needs, constraints)
         if self._group is not None:
             dist.broadcast(tokens, group=self._group, group_src=0)
         self.rows.tokens[row_ids, lengths] = tokens.clamp(min=0)
-        numbers = [i for i, x in enumerate(params) if x.logprobs is not None]
-        if not numbers:
-            return tokens, None, []
-        (at,) = to_device([numbers], self._device)
-        count = max(params[i].logprobs for i in numbers)
-        return tokens, logprobs_of(logits[at], tokens[at], count), numbers
+        counts = {i: x.logprobs for i, x in enumerate(params) if x.logprobs is not None}
+        if not counts:
+            return tokens, None, {}
+        (at,) = to_device([list(counts)], self._device)
+        return tokens, logprobs_of(logits[at], tokens[at], max(counts.values())), counts
 
     def _prompt_logprobs(self, chunk: Chunk, logits: Tensor) -> TokenLogprobs:
         """Of the tokens that follow those of the chunk, as far as they are the prompt's."""
@@ -126,86 +163,124 @@ class ModelRunner:
             passes = [self._pass([], [chunk]) for chunk in prefills]
             if decodes:
                 passes.insert(0, self._pass(decodes, []))
-            last = torch.cat([x.last for x in passes])
-            return Logits(last, [pair for x in passes for pair in x.prompts])
+            drawn_from = torch.cat([x.drawn_from for x in passes])
+            return Logits(drawn_from, [pair for x in passes for pair in x.prompts])
         return self._pass(decodes, prefills)
 
     def _pass(self, decodes: list[Chunk], prefills: list[Chunk]) -> Logits:
         if decodes and not prefills and not any(map(_asks_for_prompt, decodes)):
             return Logits(self._decodes_alone(decodes), [])
-        chunks = [*decodes, *prefills]
-        tokens, step = self._inputs(decodes, prefills)
+        chunks, queries = [*decodes, *prefills], _queries_of(decodes)
+        tokens, step = self._inputs(decodes, prefills, queries)
         self.passes += 1
-        hidden = self.model.hidden(tokens[:, None], step)[:, 0]
-        begin, lasts, prompts = 0, [], []
-        for chunk in chunks:
+        hidden = step.hidden(self.model, tokens)
+        begin, drawing, prompts = 0, [], []
+        for i, chunk in enumerate(chunks):
             end = begin + chunk.count
             if _asks_for_prompt(chunk):
                 prompts.append((chunk, self.model.logits(hidden[begin:end])))
-            if chunk.samples:
-                lasts.append(end - 1)
-            begin = end
-        (lasts,) = to_device([lasts], self._device)
-        return Logits(self.model.logits(hidden[lasts]), prompts)
+            drawing += range(end - len(chunk.draw_positions), end)
+            begin = begin + queries if i < len(decodes) else end
+        (drawing,) = to_device([drawing], self._device)
+        return Logits(self.model.logits(hidden[drawing]), prompts)
 
     def _decodes_alone(self, decodes: list[Chunk]) -> Tensor:
-        """Logits (n, vocab) of decodes that sample."""
-        rows, starts = [x.row for x in decodes], [x.start for x in decodes]
-        padding = self._max_num_seqs - len(rows) if self._batch_invariant else 0
-        rows += [self.rows.padding_row] * padding
-        starts += [0] * padding
+        """Logits (n, vocab) of the draws of decodes."""
+        numbers = [(x.row, x.start, x.count) for x in decodes]
+        if self._batch_invariant:
+            numbers += [(self.rows.padding_row, 0, 1)] * (self._max_num_seqs - len(numbers))
         self.passes += 1
-        row_ids, positions = to_device([rows, starts], self._device)
-        if self._graphs is not None:
-            logits = self._graphs(row_ids, positions)
+        inputs = self._to_rows(numbers)
+        queries = _queries_of(decodes)
+        graphs = self._graphs if queries == 1 else self._speculative_graphs
+        if graphs is not None and self.replays_graphs:
+            queries = 1 if queries == 1 else self._max_queries
+            logits = graphs(inputs)
         else:
             # Of one width always where sums over masked keys must not depend on others.
             width = None if self._batch_invariant else self._table_width(decodes)
-            logits = self._decode(row_ids, positions, width)
-        sampling = [i for i, chunk in enumerate(decodes) if chunk.samples]
-        if len(sampling) == len(decodes):
-            return logits[: len(decodes)]
-        return logits[to_device([sampling], self._device)[0]]
+            logits = self._decode(inputs, queries, width)
+        drawing = [
+            i * queries + j for i, x in enumerate(decodes) for j in range(len(x.draw_positions))
+        ]
+        if len(drawing) == len(decodes) * queries:
+            return logits[: len(drawing)]
+        return logits[to_device([drawing], self._device)[0]]
 
-    def _decode(self, row_ids: Tensor, positions: Tensor, table_width: int | None = None) -> Tensor:
-        """Logits (B, vocab) after the tokens at these positions of these rows; nothing here depends on values on the host.
+    def _decode(self, inputs: Tensor, queries: int = 1, table_width: int | None = None) -> Tensor:
+        """Logits (B * queries, vocab) after tokens of B sequences; nothing here depends on values on the host.
 
+        inputs: int64 (3, B): rows, positions of the first tokens, and how many of the queries are tokens; the rest is padding.
         table_width: pages that any of the sequences has; None: all that it can have.
         """
-        table = self.rows.pages[row_ids, :table_width]
-        decodes = Decodes(table, (positions + 1).int())
-        pages = table.gather(1, (positions // self._kv.page_size)[:, None])[:, 0]
-        step = PagedStep(self._kv, positions, pages, decodes, None, self._batch_invariant)
-        tokens = self.rows.tokens[row_ids, positions]
-        return self.model.logits(self.model.hidden(tokens[:, None], step)[:, 0])
+        tokens, positions, pages, decodes = self._decode_inputs(inputs, queries, table_width)
+        step = self._kv.step(positions, pages, decodes, None, self._batch_invariant)
+        return self.model.logits(step.hidden(self.model, tokens))
 
-    def _inputs(self, decodes: list[Chunk], prefills: list[Chunk]) -> tuple[Tensor, PagedStep]:
-        """Token ids (T,) of decodes and chunks, and the step over their pages."""
-        chunks, split = [*decodes, *prefills], len(decodes)
-        total = sum(chunk.count for chunk in chunks)
-        numbers = [(chunk.row, chunk.start, chunk.count) for chunk in chunks]
-        rows, starts, counts = to_device(
-            [list(x) for x in zip(*numbers, strict=True)], self._device
-        )
-        sequence = torch.arange(len(chunks), device=self._device)
+    def _decode_inputs(
+        self, inputs: Tensor, queries: int, table_width: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Decodes]:
+        """Tokens, their positions and pages, (B * queries,) each; the other arguments are `_decode`'s."""
+        rows, starts, counts = inputs
+        table, ends = self.rows.pages[rows, :table_width], starts + counts
+        positions, q_start = starts[:, None], None
+        if queries > 1:
+            offsets, q_start = torch.arange(queries, device=self._device), starts.int()
+            # Padding repeats the last token, which has a page and an angle, and is stored nowhere.
+            positions = torch.minimum(positions + offsets, ends[:, None] - 1)
+        pages = table.gather(1, positions // self._kv.page_size)
+        if queries > 1:
+            pages = pages.masked_fill(offsets >= counts[:, None], NO_PAGE)
+        tokens = self.rows.tokens[rows[:, None], positions]
+        decodes = Decodes(table, ends.int(), queries, q_start)
+        return tokens.flatten(), positions.flatten(), pages.flatten(), decodes
+
+    def _chunk_inputs(
+        self, prefills: list[Chunk], table_width: int
+    ) -> tuple[Tensor, Tensor, Tensor, Prefills]:
+        """Tokens, their positions and pages, (T,) each."""
+        rows, starts, counts = self._to_rows([(x.row, x.start, x.count) for x in prefills])
+        total = sum(chunk.count for chunk in prefills)
+        sequence = torch.arange(len(prefills), device=self._device)
         sequence = sequence.repeat_interleave(counts, output_size=total)
         ends = counts.cumsum(0)
         index = torch.arange(total, device=self._device)
         positions = starts[sequence] + index - (ends - counts)[sequence]
-        table = self.rows.pages[rows, : self._table_width(chunks)]
+        table = self.rows.pages[rows, :table_width]
         pages = table[sequence, positions // self._kv.page_size]
-        kv_lens = (starts + counts).int()
-        by_decode = by_chunk = None
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
+        chunks = Prefills(cu_seqlens, table, (starts + counts).int())
+        return self.rows.tokens[rows[sequence], positions], positions, pages, chunks
+
+    def _inputs(
+        self, decodes: list[Chunk], prefills: list[Chunk], queries: int
+    ) -> tuple[Tensor, PagedStep]:
+        """Token ids (T,) of decodes, padded to the same number, and of chunks, and the step over their pages."""
+        width = self._table_width([*decodes, *prefills])
+        parts, by_decode, by_chunk = [], None, None
         if decodes:
-            by_decode = Decodes(table[:split], kv_lens[:split])
+            inputs = self._to_rows([(x.row, x.start, x.count) for x in decodes])
+            *part, by_decode = self._decode_inputs(inputs, queries, width)
+            parts.append(part)
         if prefills:
-            cu_seqlens = torch.nn.functional.pad(counts[split:].cumsum(0), (1, 0)).int()
-            by_chunk = Prefills(cu_seqlens, table[split:], kv_lens[split:])
-        step = PagedStep(self._kv, positions, pages, by_decode, by_chunk, self._batch_invariant)
-        return self.rows.tokens[rows[sequence], positions], step
+            *part, by_chunk = self._chunk_inputs(prefills, width)
+            parts.append(part)
+        tokens, positions, pages = (torch.cat(x) for x in zip(*parts, strict=True))
+        step = self._kv.step(positions, pages, by_decode, by_chunk, self._batch_invariant)
+        return tokens, step
+
+    def _to_rows(self, numbers: list[tuple[int, int, int]]) -> Tensor:
+        """int64 (3, n) of n triples, on the device."""
+        (flat,) = to_device([[x for row in zip(*numbers, strict=True) for x in row]], self._device)
+        return flat.view(3, -1)
 
     def _table_width(self, chunks: list[Chunk]) -> int:
         return max(len(chunk.sequence.pages) for chunk in chunks)
+
+
+def _queries_of(decodes: list[Chunk]) -> int:
+    """Tokens that each of them computes, padding included."""
+    return max((chunk.count for chunk in decodes), default=1)
 
 
 def _asks_for_prompt(chunk: Chunk) -> bool:

@@ -18,9 +18,9 @@ from torch_fdattn.engine.random_numbers import uniform
 from torch_fdattn.engine.sampling import NO_TOKEN
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.sequence_rows import SequenceRows
+from torch_fdattn.ops.block_sums import BLOCK, BlockSums, block_sums
 
 HIDDEN = float("-inf")
-_BLOCK = 128  # tokens that `draw` sums first
 
 
 class SampleNeeds(NamedTuple):
@@ -62,27 +62,33 @@ def sample(
     row_ids: int64 (n,), whose logits these are.
     lengths: int64 (n,), tokens that each sequence has: the drawn one stands at this position.
     """
-    logits = logits.float()
     if needs.penalties:
-        logits = penalise(logits, rows, row_ids, lengths, needs.longest)
+        logits = penalise(logits.float(), rows, row_ids, lengths, needs.longest)
     logits = constrain(logits, constraints)
-    largest, greedy = logits.max(-1)
-    drawable = largest.isfinite()  # the maximum of what holds NaN is NaN
-    tokens = greedy
+    temperature = rows.parameter("temperature", row_ids)[:, 0]
+    # Never divided by what fp32 takes for 0 or inf: no 0 / 0, inf / inf.
+    divisor = temperature.clamp(1e-30, 1e30)
+    blocks = block_sums(logits, divisor)
+    block = blocks.largest.argmax(-1, keepdim=True)
+    largest = blocks.largest.gather(1, block)
+    drawable = largest[:, 0].isfinite() & ~blocks.sums.isnan().any(-1)
+    tokens = blocks.columns.gather(1, block)[:, 0]
     if needs.draws:
-        temperature = rows.parameter("temperature", row_ids)
-        # Relative to the largest, and never divided by what fp32 takes for 0 or inf: no inf - inf, 0 / 0, inf / inf.
-        scaled = (logits - largest[:, None]).where(drawable[:, None], 0)
-        scaled = scaled / temperature.clamp(1e-30, 1e30)
-        if needs.min_p:
-            # Of probabilities p / p_max, which is exp of these.
-            scaled = scaled.masked_fill(scaled.exp() < rows.parameter("min_p", row_ids), HIDDEN)
-        if needs.sorts:
-            top_p = rows.parameter("top_p", row_ids)
-            scaled = keep_top(scaled, rows.top_k[row_ids][:, None], top_p)
+        if needs.min_p or needs.sorts:
+            scaled = ((logits.float() - largest) / divisor[:, None]).where(drawable[:, None], 0)
+            if needs.min_p:
+                # Of probabilities p / p_max, which is exp of these.
+                is_rare = scaled.exp() < rows.parameter("min_p", row_ids)
+                scaled = scaled.masked_fill(is_rare, HIDDEN)
+            if needs.sorts:
+                top_p = rows.parameter("top_p", row_ids)
+                scaled = keep_top(scaled, rows.top_k[row_ids][:, None], top_p)
+            # Of rows that ask for none of these, the very numbers that they have without.
+            logits = logits.masked_fill(scaled == HIDDEN, HIDDEN)
+            blocks = block_sums(logits, divisor)
         indices = lengths - rows.prompt_lengths[row_ids]
-        drawn = draw(scaled, uniform(rows.seeds[row_ids], indices))
-        tokens = torch.where(temperature[:, 0] > 0, drawn, greedy)
+        drawn = draw(logits, divisor, blocks, uniform(rows.seeds[row_ids], indices))
+        tokens = torch.where(temperature > 0, drawn, tokens)
     return tokens.where(drawable, NO_TOKEN)
 
 
@@ -131,19 +137,23 @@ def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(scaled).scatter_(-1, order, ordered.masked_fill(outside, HIDDEN))
 
 
-def draw(scaled: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens (n,) of softmax(scaled (n, vocab)) by the inverse of its distribution function at numbers (n,), float64.
+def draw(logits: Tensor, temperature: Tensor, blocks: BlockSums, numbers: Tensor) -> Tensor:
+    """Tokens (n,) of softmax(logits (n, vocab) / temperature (n,)) by the inverse of its distribution function at numbers
+    (n,), float64; blocks: `block_sums` of these. Rows without a distribution give any token.
 
     In two steps, blocks of tokens and the tokens of one: a running sum over the vocabulary is a few long rows, which a GPU
     takes milliseconds for.
     """
-    weights = torch.softmax(scaled, -1)
-    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
-    sums = blocks.sum(-1, dtype=torch.float64)
+    largest = blocks.largest.amax(-1, keepdim=True)
+    relative = ((blocks.largest - largest) / temperature[:, None]).exp()
+    sums = blocks.sums.double() * relative
     block, number = _first_above(sums, numbers * sums.sum(-1))
-    of_block = blocks.gather(1, block[:, None, None].expand(-1, 1, _BLOCK))[:, 0]
-    token, _ = _first_above(of_block.double(), number)
-    return block * _BLOCK + token
+    tokens = block[:, None] * BLOCK + torch.arange(BLOCK, device=logits.device)
+    beyond, within = tokens >= logits.shape[1], tokens.clamp(max=logits.shape[1] - 1)
+    scaled = (logits.gather(1, within).float() - largest) / temperature[:, None]
+    weights = scaled.exp().masked_fill(beyond, 0)
+    token, _ = _first_above(weights.double(), number)
+    return (block * BLOCK + token).clamp(max=logits.shape[1] - 1)
 
 
 def _first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,9 @@ compute (its prompt, or everything after a preemption). A chunk that reaches the
 
 The host runs ahead of the device: a sequence whose last token is drawn but not read back (`in_flight`) goes on, the
 token's id being on the device; one that follows a grammar waits for it.
+
+With speculation nothing is in flight, and what is left of the budget and the pages goes to proposals behind the last
+tokens of sequences that decode. `Sequence.accept` takes back what was counted for those that are rejected.
 """
 
 from __future__ import annotations
@@ -18,28 +21,35 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from torch_fdattn.engine.ngram_speculation import NgramSpeculation
 from torch_fdattn.engine.page_pool import ROOT, PagePool, page_hash
 from torch_fdattn.engine.requests import Sequence
 
 
 class Chunk(NamedTuple):
-    """`count` tokens of a sequence from position `start` on, which a step computes."""
+    """`count` tokens of a sequence from position `start` on, which a step computes; the last of them may be proposals."""
 
     sequence: Sequence
     row: int
     start: int
     count: int
-    samples: bool  # whether it ends with the sequence, and draws the next token
+    samples: bool  # whether it ends with the sequence, and draws the next token, and one behind each proposal
+    proposals: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.count
 
+    @property
+    def draw_positions(self) -> range:
+        """Of the tokens that it draws."""
+        return range(self.end - len(self.proposals), self.end + 1) if self.samples else range(0)
+
 
 class ScheduledStep(NamedTuple):
     """One step's work: every token is in one chunk."""
 
-    decodes: list[Chunk]  # of one token
+    decodes: list[Chunk]  # of one token, and proposals behind it
     prefills: list[Chunk]
     admitted: list[Sequence]  # those of its sequences that have new rows
 
@@ -55,13 +65,16 @@ class Scheduler:
         chunk_size: None, or what every chunk of a prompt has but the last one of it, so that how a prompt is cut depends on
             nothing else (batch-invariant mode); tokens behind the prompt are then computed one by one, and pages are
             shared by whole chunks. A multiple of page_size.
+        speculation: how many tokens are proposed; the host has then read all tokens before `schedule`.
     """
 
     def __init__(
         self, pool: PagePool, page_size: int, max_num_seqs: int, max_batch_tokens: int,
         enable_prefix_caching: bool, chunk_size: int | None = None,
+        speculation: NgramSpeculation | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.page_size, self.chunk_size = pool, page_size, chunk_size
+        self.speculation = speculation
         self.max_batch_tokens, self.enable_prefix_caching = max_batch_tokens, enable_prefix_caching
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -94,10 +107,13 @@ class Scheduler:
                 budget -= count
             position += 1
         if preemptions == self.preemptions:
-            self._admit(step, budget)
+            budget = self._admit(step, budget)
+        if self.speculation is not None and len(step.decodes) <= self.speculation.max_sequences:
+            self._propose(step, budget)
         return step if step.decodes or step.prefills else None
 
-    def _admit(self, step: ScheduledStep, budget: int) -> None:
+    def _admit(self, step: ScheduledStep, budget: int) -> int:
+        """What it leaves of the budget."""
         while self.waiting and self._free_rows and budget:
             sequence = self.waiting[0]
             pages = self._take_prefix(sequence)
@@ -107,7 +123,7 @@ class Scheduler:
             if not count or missing > self.pool.num_free:
                 self.pool.release(pages)
                 sequence.num_computed = 0
-                return
+                break
             self.waiting.popleft()
             sequence.pages, sequence.num_registered = pages, len(pages)
             sequence.row = self._free_rows.pop()
@@ -117,6 +133,24 @@ class Scheduler:
             self._make_space(sequence, count)  # there is: it was counted
             self._compute(step, sequence, count)
             budget -= count
+        return budget
+
+    def _propose(self, step: ScheduledStep, budget: int) -> None:
+        """Puts proposals behind the tokens of its decodes. They take no page from others, and are registered nowhere."""
+        for i, chunk in enumerate(step.decodes):
+            sequence = chunk.sequence
+            if not chunk.samples or sequence.proposer is None:
+                continue
+            capacity = (len(sequence.pages) + self.pool.num_free) * self.page_size
+            # Its length counts the token to be drawn behind the chunk already.
+            limit = min(budget, sequence.max_length - sequence.length, capacity - chunk.end)
+            proposals = sequence.proposer.propose(sequence.tokens, limit)
+            count = chunk.count + len(proposals)
+            missing = -(-(chunk.start + count) // self.page_size) - len(sequence.pages)
+            sequence.pages += self.pool.allocate(max(missing, 0))
+            step.decodes[i] = chunk._replace(count=count, proposals=proposals)
+            sequence.num_computed += len(proposals)
+            budget -= len(proposals)
 
     def _next_count(self, sequence: Sequence, budget: int) -> int:
         """How many tokens it computes in a step that has `budget` left; 0: none now."""

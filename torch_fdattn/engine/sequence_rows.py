@@ -46,7 +46,7 @@ class SequenceRows:
         return self.floats[rows, _FLOATS.index(name)][:, None]
 
     def update(self, step: ScheduledStep) -> None:
-        """Rows of admitted sequences, and pages that sequences of the step have been given since."""
+        """Rows of admitted sequences, proposals, and pages that sequences of the step have been given since."""
         for sequence in step.admitted:
             self._admit(sequence)
         rows, columns, pages = [], [], []
@@ -60,6 +60,15 @@ class SequenceRows:
         if pages:
             at_rows, at_columns, new = to_device([rows, columns, pages], self.device)
             self.pages[at_rows, at_columns] = new.int()
+        proposed = [
+            (chunk.row, chunk.start + 1 + i, token)
+            for chunk in step.decodes
+            for i, token in enumerate(chunk.proposals)
+        ]
+        if proposed:
+            lists = [list(x) for x in zip(*proposed, strict=True)]
+            at_rows, positions, tokens = to_device(lists, self.device)
+            self.tokens[at_rows, positions] = tokens
 
     def _admit(self, sequence: Sequence) -> None:
         row, params = sequence.row, sequence.params

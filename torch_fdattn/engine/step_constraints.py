@@ -14,13 +14,14 @@ from torch_fdattn.engine.sequence_rows import to_device
 def constraints_of(
     step: ScheduledStep, eos_ids: Collection[int], device: torch.device
 ) -> Constraints:
-    """For the chunks that sample, decodes first: no end token before min_tokens, unless a grammar leaves nothing else, and
-    what a grammar allows."""
+    """For the draws of the step's chunks, decodes first: no end token before min_tokens, unless a grammar leaves nothing
+    else, and what a grammar allows."""
     rows, tokens, allowed_rows, allowed = [], [], [], []
-    samples = [chunk for chunk in (*step.decodes, *step.prefills) if chunk.samples]
-    for i, chunk in enumerate(samples):
-        sequence, params, banned = chunk.sequence, chunk.sequence.params, []
-        if chunk.end - sequence.prompt_length < params.min_tokens:
+    chunks = (*step.decodes, *step.prefills)
+    draws = [(chunk.sequence, at) for chunk in chunks for at in chunk.draw_positions]
+    for i, (sequence, position) in enumerate(draws):
+        params, banned = sequence.params, []
+        if position - sequence.prompt_length < params.min_tokens:
             banned = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
         if sequence.matcher is not None:
             allowed_rows.append(i)

@@ -1,23 +1,49 @@
-"""Completions in a language: which tokens a JSON schema or a grammar allows next, by the package llguidance."""
+"""Completions in a language: which tokens a JSON schema or a grammar allows next, by the package llguidance.
+
+What a request may cost is limited in operations, not in time, so that every rank comes to the same end: what a grammar
+is by `grammar_limits.py`, the rest by llguidance's limits. A grammar beyond them is refused where it is made, or ends its own
+completion ("error") where a text leads there.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import threading
 
 import torch
 from torch import Tensor
 
+from torch_fdattn.engine.grammar_limits import (
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_SCHEMA_CHARACTERS,
+    check_lark,
+    check_length,
+    check_schema,
+)
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.models import Tokenizer
 from torch_fdattn.models.encoding import BPETokenizer
 from torch_fdattn.models.errors import require
 
+#: Below llguidance's own (50,000, 200,000 and 250,000), with which steps of an ambiguous grammar take seconds and its
+#: states half a gigabyte. At most about 50 ms (half a second for a step that comes to the limit) and 40 MB of a completion.
+#: Within are JSON schemas of 500 optional properties.
+_LIMITS = {"step_max_items": 5000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
+
 
 class Matcher:
-    """What a grammar allows after the tokens that it has accepted."""
+    """What a grammar allows after the tokens that it has accepted.
 
-    def __init__(self, inner, vocab_size: int) -> None:  # inner: llguidance's LLMatcher
-        self._inner, self._vocab_size = inner, vocab_size
+    name: the parameter that has the grammar.
+    """
+
+    def __init__(self, inner, vocab_size: int, name: str) -> None:  # inner: llguidance's LLMatcher
+        self._inner, self._vocab_size, self._name = inner, vocab_size, name
+
+    def copy(self) -> Matcher:
+        """Another one, as if it had accepted the same tokens."""
+        return Matcher(self._inner.deep_copy(), self._vocab_size, self._name)
 
     def allowed(self) -> Tensor:
         """bool (vocab,) on the host. At the end of a text end tokens are allowed too."""
@@ -29,58 +55,83 @@ class Matcher:
     def accept(self, token: int) -> bool:
         """Whether nothing can follow this token, which was allowed."""
         self._inner.consume_token(token)
-        return self._inner.is_stopped() or self.has_failed
+        return self._inner.is_stopped() or self.error is not None
 
     @property
-    def has_failed(self) -> bool:
-        """Whether llguidance cannot go on, the grammar being beyond its limits: `allowed` are end tokens then."""
-        return self._inner.is_error()
+    def error(self) -> str | None:
+        """Why llguidance cannot go on, the grammar being beyond its limits: `allowed` are end tokens then."""
+        if not self._inner.is_error():
+            return None
+        return f"{self._name} is beyond llguidance's limits: {_reason(self._inner)}"
 
 
 class Grammars:
-    """Makes the matchers of a tokenizer's vocabulary.
+    """Makes matchers for one tokenizer, on any thread.
 
-    Raises:
-        NotImplementedError: the tokenizer is not one of `tokenizer.json` or a GGUF file's byte-level BPE.
-        ModelError: llguidance is not there; it says how to install it.
+    tokenizer: None, where the first matcher is an error.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._library = require("llguidance", "json_schema and grammar", "structured")
-        if not isinstance(tokenizer, BPETokenizer):
-            raise NotImplementedError(
-                "json_schema and grammar need a tokenizer of the package tokenizers, got "
-                f"{type(tokenizer).__name__}: convert it with transformers (tokenizer.json)"
-            )
-        self._vocab_size = vocab_size
-        self._tokenizer = self._library.LLTokenizer(
-            tokenizer.to_json(), n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_ids)
-        )
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._made, self._lock = None, threading.Lock()
 
     def matcher(self, params: SamplingParams) -> Matcher:
         """A new one for params.json_schema or params.grammar.
 
         Raises:
-            ValueError: which of them it is, and what llguidance says of it.
+            ValueError: which of them it is, and what llguidance says of it; or that there is no tokenizer.
+            NotImplementedError: a tokenizer that llguidance does not know.
+            ModelError: llguidance is not there; it says how to install it.
         """
-        library, name = self._library.LLMatcher, "grammar"
+        name = "grammar" if params.json_schema is None else "json_schema"
+        text = getattr(params, name)
+        if self._tokenizer is None:
+            raise ValueError(f"{name} needs a tokenizer: give LLM one")
         schema = None
-        if params.json_schema is not None:
-            name, schema = "json_schema", _schema(params.json_schema)
+        if name == "json_schema":
+            check_length(name, text, MAX_SCHEMA_CHARACTERS)
+            check_schema(name, schema := _schema(text))
+        else:
+            check_length(name, text, MAX_GRAMMAR_CHARACTERS)
+            check_lark(name, text)
+        library = require("llguidance", "json_schema and grammar", "structured")
+        tokenizer = self._of_llguidance(library)
         try:
             if schema is not None:
-                text = library.grammar_from_json_schema(schema)
+                text = library.LLMatcher.grammar_from_json_schema(schema)
             else:
-                text = library.grammar_from_lark(params.grammar)
+                text = library.LLMatcher.grammar_from_lark(text)
         except ValueError as error:  # numbers and characters that it does not read
             raise ValueError(f"{name} must be one that llguidance takes: {error}") from None
-        inner = library(self._tokenizer, text, log_level=0)
-        matcher = Matcher(inner, self._vocab_size)
-        if not matcher.has_failed:
+        limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
+        inner = library.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        matcher = Matcher(inner, self._vocab_size, name)
+        if matcher.error is None:
             matcher.allowed()  # in a language without texts this fails
-        if matcher.has_failed:
-            raise ValueError(f"{name} must be one that llguidance takes: {inner.get_error()}")
+        if matcher.error is not None:
+            raise ValueError(f"{name} must be one that llguidance takes: {_reason(inner)}")
         return matcher
+
+    def _of_llguidance(self, library):
+        with self._lock:
+            if self._made is not None:
+                return self._made
+            if not isinstance(self._tokenizer, BPETokenizer):
+                raise NotImplementedError(
+                    "json_schema and grammar need a tokenizer of the package tokenizers, got "
+                    f"{type(self._tokenizer).__name__}: convert it with transformers (tokenizer.json)"
+                )
+            self._made = library.LLTokenizer(
+                self._tokenizer.to_json(),
+                n_vocab=self._vocab_size,
+                eos_token=sorted(self._tokenizer.eos_ids),
+            )
+            return self._made
+
+
+def _reason(inner) -> str:
+    """What llguidance says, without the state and the addresses that some of its errors have."""
+    return re.split(r"\s*<(?:state|backtrace|non-verbose)\b", inner.get_error())[0]
 
 
 def _schema(text: str) -> dict:

@@ -7,12 +7,16 @@ rendered is tested to equal transformers' own text (tests/models/test_chat_templ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 from torch_fdattn.models.errors import ModelError, require
+
+#: Variables that `render` gives a template itself, besides the special tokens.
+GIVEN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 def render(
@@ -37,7 +41,7 @@ def render(
     given = [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]
-    try:
+    with _refusals():
         return _compiled(template).render(
             messages=given,
             tools=tools,  # `is not none` and `is defined` are both asked of these
@@ -46,6 +50,19 @@ def render(
             **special_tokens,
             **(variables or {}),
         )
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """Names that the template reads and does not only set itself, those that `render` always gives among them."""
+    meta = require("jinja2.meta", "A chat template")
+    with _refusals():
+        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
     except ImportError:
         raise
     except Exception as error:  # a template may raise anything

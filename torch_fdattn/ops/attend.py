@@ -41,7 +41,7 @@ def attend_range(
                 within = (bounds[0], bounds[1], read_from, bounds[3])
                 given = (  # in place: triton 3.6 has no function return None within a tuple
                     options[0], options[1], options[2], options[3], options[4], None, None, options[7], options[8],
-                    options[9], None, None,
+                    options[9], None, options[11],
                 )  # fmt: skip
             else:
                 within = (bounds[0], read_from, bounds[2], bounds[3])

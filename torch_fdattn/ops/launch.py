@@ -52,9 +52,10 @@ def kernel_options(
         dropout.threshold if drops else None, dropout.factor if drops else None,
         # Of packed sequences the longest may be longer than the mask, expanded ones included: the gradient is not.
         opaque(mask[0].shape[2]) if packed is not None and has_rows else None,
-        # Always a constant at the end: triton 3.6 forgets those in the strides (a stride of 1) when it copies a
-        # tuple of which no later member is one (the stale type of `set_iterable_path`).
-        None,
+        # Whether the seed says which head is the first. Always a constant (None or 1) at the end: triton 3.6 forgets those
+        # in the strides (a stride of 1) when it copies a tuple of which no later member is one (the stale type of
+        # `set_iterable_path`).
+        1 if drops and dropout.counts_heads_from_seed else None,
     )  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def mask_stride(strides, AXIS: tl.constexpr):
 
 @triton.jit
 def head_options(options, scale, batch64, head64):
-    """(scale, slope, mask_ptr, dropout key, head, batch) of one head; zeros stand for what is absent."""
+    """(scale, slope, mask_ptr, dropout key, head, batch, head that dropout counts) of one head; zeros stand for what is absent."""
     slope = 0.0
     mask_ptr = 0
     if options[1] is not None:
@@ -150,10 +150,12 @@ def head_options(options, scale, batch64, head64):
     if options[5] is not None:
         mask_ptr = options[5] + batch64 * mask_stride(options[6], 0)
         mask_ptr += head64 * mask_stride(options[6], 1)
-    key = 0
+    key, head, counted = 0, head64.to(tl.int32), head64.to(tl.int32)
     if options[7] is not None:
         key = dropout_key(options[7])
-    return scale, slope, mask_ptr, key, head64.to(tl.int32), batch64.to(tl.int32)
+        if options[11] is not None:
+            counted += tl.load(options[7] + 2).to(tl.int32)
+    return scale, slope, mask_ptr, key, head, batch64.to(tl.int32), counted
 
 
 @triton.jit

@@ -7,18 +7,17 @@ Qwen's and Hermes' `<tool_call>{"name": …, "arguments": …}</tool_call>`, and
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch_fdattn.models import ModelError, Tokenizer
+from torch_fdattn.models.chat_template import GIVEN_VARIABLES, template_variables
 from torch_fdattn.server.errors import APIError
 from torch_fdattn.server.schemas import Message, Tool
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 THINK, THINK_END = "<think>", "</think>"
-#: What the renderer itself gives a template.
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,10 @@ def read_conversation(
             "messages need a chat template, which this model has not: use /v1/completions",
             param="messages",
         )
-    _check_tools(template, tools)
-    special = tokenizer.special_texts
-    for name in variables or {}:
-        if (
-            name in _RESERVED
-            or name in special
-            or not re.search(rf"\b{re.escape(name)}\b", template)
-        ):
-            raise APIError(
-                400, f"chat_template_kwargs.{name} is no variable of this model's chat template: take it out",
-                param=f"chat_template_kwargs.{name}",
-            )  # fmt: skip
+    if tools:
+        _check_tools(template)
+    if variables:
+        _check_variables(template, variables, {*GIVEN_VARIABLES, *tokenizer.special_texts})
     try:
         text = tokenizer.chat_text(
             [_as_template(message, f"messages[{i}]") for i, message in enumerate(messages)],
@@ -73,10 +64,8 @@ def read_conversation(
     )
 
 
-def _check_tools(template: str, tools: list[Tool] | None) -> None:
-    if not tools:
-        return
-    if not re.search(r"\btools\b", template):
+def _check_tools(template: str) -> None:
+    if "tools" not in _variables_of(template):
         raise APIError(400, "this model's chat template takes no tools: leave them out", param="tools")  # fmt: skip
     if TOOL_CALL not in template or "<function=" in template:
         raise APIError(
@@ -84,6 +73,30 @@ def _check_tools(template: str, tools: list[Tool] | None) -> None:
             f"(it reads {TOOL_CALL} with JSON): leave the tools out",
             param="tools",
         )  # fmt: skip
+
+
+def _check_variables(template: str, given: Iterable[str], reserved: Set[str]) -> None:
+    free = _variables_of(template) - reserved
+    for name in given:
+        field = f"chat_template_kwargs.{name}"
+        if name in reserved:
+            names = ", ".join(sorted(reserved))
+            raise APIError(
+                400, f"{field} is what the server itself gives the chat template ({names}): take it out",
+                param=field,
+            )  # fmt: skip
+        if name not in free:
+            names = ", ".join(sorted(free)) or "it has none"
+            raise APIError(
+                400, f"{field} is no variable of this model's chat template ({names}): take it out", param=field
+            )  # fmt: skip
+
+
+def _variables_of(template: str) -> Set[str]:
+    try:
+        return template_variables(template)
+    except ModelError as error:
+        raise APIError(400, str(error), param="messages") from None
 
 
 def _as_template(message: Message, where: str) -> dict[str, Any]:

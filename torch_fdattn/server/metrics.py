@@ -22,6 +22,8 @@ _COUNTERS = {
     "prefix_hit_tokens": ("fdattn_prefix_hit_tokens", "Prompt tokens that the prefix cache had."),
     "prefix_query_tokens": ("fdattn_prefix_query_tokens", "Prompt tokens that it was asked for."),
     "preemptions": ("fdattn_preemptions", "Sequences that lost their pages and began anew."),
+    "proposed_tokens": ("fdattn_proposed_tokens", "Tokens that speculation proposed."),
+    "accepted_tokens": ("fdattn_accepted_tokens", "Of them those that were taken."),
 }
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)  # fmt: skip
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)  # fmt: skip

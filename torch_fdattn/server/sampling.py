@@ -103,7 +103,8 @@ def _json_schema(request: ChatRequest) -> str | None:
             param="response_format.json_schema",
         )  # fmt: skip
     try:
-        return json.dumps(form.json_schema.schema_)
+        # As short as the client has written it: the engine limits the text's length.
+        return json.dumps(form.json_schema.schema_, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         raise APIError(
             400, "response_format.json_schema.schema is nested too deeply",

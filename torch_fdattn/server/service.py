@@ -86,7 +86,7 @@ class Service:
         names: of the request's fields, by the engine's arguments, where they differ.
 
         Raises:
-            APIError: 400 for what the engine refuses, 429 where too much is in progress, 503 where the
+            APIError: 400 for what the engine refuses or cannot go on with, 429 where too much is in progress, 503 where the
                 engine has failed or the server ends.
         """
         if self.is_draining:
@@ -110,9 +110,13 @@ class Service:
         ]
         has_begun = False
         try:
-            async for pair in _merged(sources):
-                has_begun = True
-                yield pair
+            async with aclosing(_merged(sources)) as outputs:
+                async for index, output in outputs:
+                    has_begun = True
+                    for completion in output.outputs:
+                        if completion.finish_reason == "error":
+                            raise field_error(ValueError(completion.error), names)
+                    yield index, output
         except EngineDead:
             self.on_dead()
             raise APIError(503, DEAD) from None

@@ -108,6 +108,8 @@ def dropout() -> Iterator[Call]:
     seed = dict(dropout_seed=torch.zeros(2, dtype=torch.int64))
     yield training("dropout", qkv() | seed | dict(dropout_p=0.1, causal=True))
     yield training("dropout/d64", qkv(d=64) | seed | dict(dropout_p=0.25))
+    of_a_part = dict(dropout_seed=torch.zeros(3, dtype=torch.int64))
+    yield training("dropout/part", qkv(d=64) | of_a_part | dict(dropout_p=0.25))
     mask = dict(attn_mask=new(H, S, S))
     everything = dict(
         window=(511, 0), softcap=20.0, alibi_slopes=fp32(H), sinks=new(H), dropout_p=0.5

@@ -8,6 +8,8 @@ import torch
 
 import torch_fdattn
 from tests.golden.calls.common import Call, fp32, lengths, new, trained
+from torch_fdattn.ops.block_sums import BLOCK
+from torch_fdattn.ops.block_sums_kernel import launch_block_sums
 from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
 
@@ -117,3 +119,7 @@ def layers() -> Iterator[Call]:
     yield Call("silu_mul/both", launch_silu_mul, dict(gate=gate, up=up, out=new(256, 14336)) | rows)
     small = dict(gate=new(3, 96), up=new(3, 96), out=new(3, 96), gate_stride=96, up_stride=96)
     yield Call("silu_mul/small", launch_silu_mul, small)
+    shape = 256, -(-151936 // BLOCK)
+    found = dict(largest=fp32(*shape), columns=torch.zeros(shape, dtype=torch.int64), sums=fp32(*shape))  # fmt: skip
+    logits = dict(x=new(256, 151936), temperature=fp32(256))
+    yield Call("block_sums", launch_block_sums, logits | found)

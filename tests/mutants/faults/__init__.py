@@ -12,9 +12,11 @@ from tests.mutants.faults import (
     compiled,
     distributed,
     dropins,
+    engine,
     hopper,
     host,
     models,
+    serving,
     tuned,
 )
 from tests.mutants.faults.fault import Fault, Tests
@@ -23,5 +25,5 @@ __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
     *attention.FAULTS, *hopper.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
-    *models.FAULTS, *tuned.FAULTS,
+    *engine.FAULTS, *models.FAULTS, *serving.FAULTS, *tuned.FAULTS,
 )  # fmt: skip

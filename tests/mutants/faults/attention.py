@@ -137,6 +137,10 @@ FAULTS = (
         "w3 = _random_bits(head, q_pos, (first >> 5) * 4 +", "w3 = _random_bits(head, q_pos, 0 * first +", ATTENTION,
     ),
     Fault(
+        "dropout of a part's heads as of the first ones", f"{_KERNELS}/score_tiles.py",
+        "counted += tl.load(options[7] + 2).to(tl.int32)", "counted += 0", ATTENTION,
+    ),
+    Fault(
         "lanes of words swapped", f"{_KERNELS}/attention/dropout_tiles.py",
         "below = tl.where((position & 8) == 0, w0, w1)", "below = tl.where((position & 8) == 0, w0, w2)", ATTENTION,
     ),

@@ -13,6 +13,7 @@ from tests.mutants.faults.runs import (
     RANK_INVARIANT,
     RING_MASKS,
     RING_ONE_SIDED,
+    SHARDED_PAGES,
     SURVIVORS,
     SWIGLU,
     TP_INFERENCE,
@@ -21,6 +22,8 @@ from tests.mutants.faults.runs import (
 
 _KERNELS = "torch_fdattn/ops"
 _RING = "torch_fdattn/dist/ring_attention"
+_CHUNKS = "torch_fdattn/dist/kv_cache/chunk_attention.py"
+_PAGES = "torch_fdattn/engine/sharded_pages.py"
 _OVER_RANKS = "torch_fdattn/compile_backend/context_parallel"
 FAULTS = (
     Fault(
@@ -88,6 +91,18 @@ FAULTS = (
         "all_to_all([dropout.seed] * world_size, [[2]] * world_size, group_name)[0]", "dropout.seed", RING_MASKS,
     ),
     Fault(
+        "dropout of each rank's heads as of the first ones", f"{_RING}/heads.py",
+        "problem.dropout.from_head(problem.rank * (q.shape[1] // problem.world_size))", "problem.dropout", RING_MASKS,
+    ),
+    Fault(
+        "a prefix's queries under the causal mask", f"{_RING}/plan.py",
+        "if x.run.start < end], (-1, -1)", "if x.run.start < end], (left, right)", RING_MASKS,
+    ),
+    Fault(
+        "chunks counted from the first of all tokens", f"{_RING}/sequence_shards.py",
+        "for begin, end in begins for x in range(begin, end, chunk)", "for begin, end in begins for x in (begin, *range(begin - begin % chunk + chunk, end, chunk))", RING_MASKS,
+    ),
+    Fault(
         "slopes' gradient of the last block of keys", f"{_RING}/local.py",
         "slopes += found[3]", "slopes.copy_(found[3])", RING_MASKS,
     ),
@@ -110,7 +125,19 @@ FAULTS = (
     ),
     Fault(
         "keys before a query alone, without a bound", f"{_OVER_RANKS}/local_masks.py",
-        "elif node is not positions or distance < 0:", "elif node is not positions:", COMPILED_POSITIONS,
+        "        elif limit < 0:\n            return None\n", "", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "chunks counted from anywhere", f"{_OVER_RANKS}/local_masks.py",
+        "condition.of.without(first, second).terms or not bare", "condition.of.without(first, second).terms", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "a prefix beside another bound", f"{_OVER_RANKS}/local_masks.py",
+        "order[1:] != (\"right\", 0)", "order[1] != \"right\"", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "factors counted by local tokens", f"{_OVER_RANKS}/local_counts.py",
+        "if statically_true(value(node).shape[0] == length):", "if False:", COMPILED_POSITIONS,
     ),
     Fault(
         "what a mask adds to scores that are seen, lost", "torch_fdattn/compile_backend/masks/recovery.py",
@@ -252,5 +279,35 @@ FAULTS = (
     Fault(
         "faults outlive their group", "torch_fdattn/dist/symm/faults.py",
         "(word for word in _registry if not word.is_left())", "_registry", SURVIVORS,
+    ),
+    Fault(
+        "every rank's keys begin at the first position", _CHUNKS,
+        "torch.full_like(kv_lens, shards.kv_start)", "torch.zeros_like(kv_lens)", SHARDED_PAGES,
+    ),
+    Fault(
+        "chunks that begin with their sequence", _CHUNKS,
+        "q_start=kv_lens - cu_seqlens.diff()", "q_start=kv_lens - kv_lens", SHARDED_PAGES,
+    ),
+    Fault(
+        "states of rank 0's queries on every rank", _CHUNKS,
+        "rows.flatten(), share, share, group_name", "rows[: q.shape[0]].repeat(shards.world_size, 1, 1).flatten(), share, share, group_name",
+        SHARDED_PAGES,
+    ),
+    Fault(
+        "chunks rounded before they are merged", _CHUNKS,
+        "options._replace(dtype=wide)", "options._replace(dtype=torch.float32)", SHARDED_PAGES,
+    ),
+    Fault(
+        "every rank stores all positions", _PAGES,
+        "pages.masked_fill(~is_own, NO_PAGE)", "pages", SHARDED_PAGES,
+    ),
+    Fault(
+        "a rank's share is the first one's", _PAGES,
+        "rest.narrow(0, shards.rank * self._share, self._share)", "rest.narrow(0, 0, self._share)", SHARDED_PAGES,
+    ),
+    Fault(
+        "of chunks rank 0's keys and values alone", _PAGES,
+        "k, v = self._all_rows(torch.stack([k, v], 1)).unbind(1)", "k, v = self._all_rows(torch.stack([k, v], 1) * (self._kv.shards.rank == 0)).unbind(1)",
+        SHARDED_PAGES,
     ),
 )  # fmt: skip

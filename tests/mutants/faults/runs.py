@@ -83,6 +83,7 @@ RING_MASKS = Tests(
     "masks over ranks",
     (
         "tests/dist/test_ring_scores.py",
+        "tests/dist/test_ring_chunks.py",
         "tests/dist/test_ring_documents.py",
         "tests/dist/test_ring_dropout.py",
     ),
@@ -97,7 +98,11 @@ RING_ONE_SIDED = Tests(
 ULYSSES_RING = Tests("heads and rings over ranks", ("tests/dist/test_ulysses_ring.py",), ranks=4)
 COMPILED_POSITIONS = Tests(
     "masks of positions compiled over ranks",
-    ("tests/dist/test_compiled_positions.py", "tests/dist/test_compiled_transformers.py"),
+    (
+        "tests/dist/test_compiled_chunks.py",
+        "tests/dist/test_compiled_positions.py",
+        "tests/dist/test_compiled_transformers.py",
+    ),
     ranks=2,
 )
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
@@ -111,10 +116,19 @@ INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpr
 TP_INFERENCE = Tests(
     "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
 )
+SPECULATION = Tests(
+    "speculation by n-grams",
+    ("tests/engine/test_ngram_proposals.py", "tests/engine/test_ngram_speculation.py"),
+)
 SWIGLU = Tests(
     "gathered rows' SwiGLU", ("tests/dist/test_gathered_swiglu.py",), interpret=True, ranks=2
 )
 DIST = Tests("distributed", ("tests/dist/test_decode.py", "tests/dist/test_kv_cache.py"), ranks=2)
+SHARDED_PAGES = Tests(
+    "pages that ranks share",
+    ("tests/dist/test_chunk_attention.py", "tests/dist/test_llm.py"),
+    ranks=2,
+)
 WRITTEN_FORMS = Tests(
     "forms as models write them, and their twins",
     (
@@ -135,3 +149,9 @@ FLASH_ATTN_INSTALLED = Tests("install", (f"{_FLASH_ATTN}/test_install.py",))
 FAMILIES = Tests("model families", ("tests/models/test_families.py", "tests/models/test_gguf.py"))
 HF_CONFIG = Tests("config.json of families", ("tests/models/test_hf_config.py",))
 HOSTILE = Tests("hostile model files", ("tests/models/test_hostile_files.py",))
+STOP_STRINGS = Tests("stop strings", ("tests/engine/test_stop_strings.py",))
+GRAMMARS = Tests("schemas and grammars", ("tests/engine/test_structured.py",))
+CHAT = Tests("conversations", ("tests/engine/test_chat.py",))
+STEP_TRACE = Tests("traced steps", ("tests/engine/test_step_trace.py",))
+SERVER_ERRORS = Tests("a server's connections", ("tests/server/test_connections.py",))
+REFUSALS = Tests("a server's refusals", ("tests/server/test_refusals.py",))

@@ -42,7 +42,7 @@ def expected(p, q_pos, k_pos, batch=2, heads=4):
     return kept_weights(Dropout(p, seed_of("cpu")), q_pos[None], k_pos[None], batch, heads)
 
 
-def bits_of_forward(q_len, kv_len, device, **options):
+def bits_of_forward(q_len, kv_len, device, numbers=SEED, **options):
     """Weights are equal and values are unit vectors, 16 keys at a time: out shows which are kept."""
     q = torch.zeros(2, 4, q_len, 16, device=device)
     k = torch.zeros(2, 2, kv_len, 16, device=device)
@@ -52,18 +52,19 @@ def bits_of_forward(q_len, kv_len, device, **options):
         v[first : first + 16] = torch.eye(16, device=device)[: kv_len - first]
         v = v.expand(2, 2, kv_len, 16)
         out, lse = torch_fdattn.attention(
-            q, k, v, dropout_p=0.3, dropout_seed=seed_of(device), **options
+            q, k, v, dropout_p=0.3, dropout_seed=seed_of(device, *numbers), **options
         )
         assert torch.equal(lse, torch_fdattn.attention(q, k, v, **options)[1])
         found.append(out != 0)
     return torch.cat(found, -1)[..., :kv_len].cpu()
 
 
-def bits_of_backward(q_len, kv_len, device, **options):
+def bits_of_backward(q_len, kv_len, device, numbers=SEED, **options):
     """dV under gradients that are unit vectors, 16 queries at a time."""
     q = torch.zeros(2, 4, q_len, 16, device=device)
     k, v = (torch.zeros(2, 4, kv_len, 16, device=device, requires_grad=True) for _ in "kv")
-    out, _ = torch_fdattn.attention(q, k, v, dropout_p=0.3, dropout_seed=seed_of(device), **options)
+    seed = seed_of(device, *numbers)
+    out, _ = torch_fdattn.attention(q, k, v, dropout_p=0.3, dropout_seed=seed, **options)
     found = []
     for first in range(0, q_len, 16):
         dout = torch.zeros(q_len, 16, device=device)
@@ -84,6 +85,15 @@ def test_the_references_mask(bits, keys, device):
     with torch_fdattn.tiles(block_n=keys):
         found = bits(21, 37, device)
     assert torch.equal(found, expected(0.3, q_pos, k_pos))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("bits", [bits_of_forward, bits_of_backward])
+def test_heads_are_counted_from_the_seeds_third_number(bits, device):
+    """As heads 3 to 6 of a call that has all of them."""
+    q_pos, k_pos = torch.arange(3, 20), torch.arange(20)
+    found = bits(17, 20, device, (*SEED, 3))
+    assert torch.equal(found, expected(0.3, q_pos, k_pos, heads=7)[:, 3:])
 
 
 @pytest.mark.interpreter

@@ -3,6 +3,9 @@
     options         what the option may hold
     ring            attention over tokens as ring attention
     sharded_cache   steps over a KV cache that ranks share
+    local_masks     masks of local positions as masks of all tokens
+    local_counts    what a model counts by local tokens, refused
+    positions       whether positions are the shard's, seen when the graph runs
     fdattn_calls    calls of our own ops, which become either
 
 The meaning is that of `dist.context_parallel`: SDPA and `torch_fdattn.attention` over q, k and v of this rank's

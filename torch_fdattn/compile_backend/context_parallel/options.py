@@ -54,11 +54,6 @@ class ContextParallel(NamedTuple):
             given["inner_group"], given["outer_group"] = self.hierarchy
         return given
 
-    @property
-    def takes_dropout(self) -> bool:
-        """Whether a rank counts heads from the first of all."""
-        return self.world_size == 1 or self.strategy not in ("ulysses", "ulysses_ring")
-
 
 def parse(option: object) -> ContextParallel | None:
     """What a user gave.

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch_fdattn.compile_backend.choose import OpCall
 from torch_fdattn.compile_backend.context_parallel import sharded_cache
+from torch_fdattn.compile_backend.context_parallel.local_counts import refuse_counts_of_local_tokens
 from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
-from torch_fdattn.compile_backend.graph.nodes import statically_true, tensor
+from torch_fdattn.compile_backend.graph.nodes import is_tensor, statically_true, tensor
 from torch_fdattn.compile_backend.masks.structure import Structure
 from torch_fdattn.compile_backend.match.attention import MatchedAttention
 from torch_fdattn.compile_backend.match.operands import D, S
@@ -20,8 +21,9 @@ _SUPPORTED = (
     "dropout_seed",
 )  # fmt: skip
 _MASK = (
-    "a mask of local tokens that is no window over the graph's input of their positions (give a transformers model "
-    "position_ids, this rank's part of all positions, and no attention_mask; transformers 5.23 or newer)"
+    "a mask of local tokens that is no window, chunks or prefix over the graph's input of their positions (give a transformers model "
+    "position_ids, this rank's part of all positions, and no attention_mask, or where it makes masks of indices, as gpt-oss does, "
+    "that of torch_fdattn.dropins.transformers.masks_of_positions; transformers 5.23 or newer)"
 )
 
 
@@ -33,11 +35,20 @@ def over_ranks(attention: MatchedAttention, call: OpCall, context: ContextParall
     _refuse(
         **{_MASK: attention.masked}, **_misfits(q.size(S), k.size(S), k.size(D), v.size(D)),
     )  # fmt: skip
+    factors = (x.node for x in attention.temperatures if is_tensor(x.node))
+    refuse_counts_of_local_tokens(q.node, k.node, v.node, *factors, length=q.size(S))
     # Without a start: that of SDPA's is_causal is 0, for tokens that a shard may hold in any order.
     structure = Structure(left=call.structure.left, right=call.structure.right)
-    operands = context.operands(q.size(S))
+    operands, options = context.operands(q.size(S)), context.options
+    if call.structure.chunk:
+        options["attention_chunk"] = call.structure.chunk
+    if call.structure.prefix:
+        from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+
+        total = SequenceShards.from_flat(operands[1]).total
+        options["prefix_lens"] = [min(call.structure.prefix, total)]
     return replace(
-        call, op="ring_attention", structure=structure, operands=operands, options=context.options
+        call, op="ring_attention", structure=structure, operands=operands, options=options
     )
 
 
@@ -47,8 +58,7 @@ def of_attention(given: dict, defaults: dict, context: ContextParallel) -> tuple
     q, k, v = (given[name] for name in "qkv")
     shapes = [tensor(x).shape for x in (q, k, v)]
     _refuse(**_misfits(shapes[0][2], shapes[1][2], shapes[1][3], shapes[2][3]))
-    dropout = given["dropout_p"] != 0
-    _refuse(**{f"dropout with strategy={context.strategy!r}": dropout and not context.takes_dropout})  # fmt: skip
+    refuse_counts_of_local_tokens(q, k, v, length=shapes[0][2])
     options = {name: given[name] for name in _SUPPORTED[3:]} | context.options
     return "ring_attention", (q, k, v, *context.operands(shapes[0][2])), options
 

@@ -26,7 +26,8 @@ _ALIASES = {
     "concat": "cat", "floor_divide": "floordiv", "less": "lt", "less_equal": "le", "greater": "gt",
     "greater_equal": "ge", "not_equal": "ne",
     "__matmul__": "matmul", "__rmatmul__": "rmatmul",
-    "__eq__": "eq",  # as Dynamo of torch 2.11 writes a == b
+    "__eq__": "eq",  # as Dynamo of torch 2.11, and of later ones inside of vmap, writes a == b
+    "__and__": "bitwise_and", "__or__": "bitwise_or",
 }  # fmt: skip
 _NAMES = (
     "_log_softmax", "_masked_softmax", "_softmax", "abs", "add", "addbmm", "addmm", "amax", "and_", "arange",
@@ -65,6 +66,8 @@ for _name in (
 ):  # fmt: skip
     _aten = getattr(torch.ops.aten, _name)
     _FUNCTIONS[_aten] = _FUNCTIONS[_aten.default] = _name
+# As Dynamo writes x[i, j] inside of vmap.
+_FUNCTIONS[torch.ops.aten.index] = _FUNCTIONS[torch.ops.aten.index.Tensor] = "index"
 for _name in ("softmax", "log_softmax"):
     # Another order of arguments than torch's: named as what no form knows.
     _aten = getattr(torch.ops.aten, _name)

@@ -76,6 +76,8 @@ class Structure:
     lengths: Poly | None = None  #: keys that are valid, of each sequence
     #: only keys of the query's own chunk of this many; then there are no lengths and no rest
     chunk: int | None = None
+    #: so many first keys are seen by all queries, causal ones too; of all ranks' tokens alone
+    prefix: int = 0
     rest: list[Condition] = field(default_factory=list)
 
     def is_never_empty(self, sizes: Sizes) -> bool:

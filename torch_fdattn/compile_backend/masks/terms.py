@@ -118,6 +118,8 @@ class RecoveredMask:
             terms.append(f"window ({left}, {right})")
         if structure.chunk is not None:
             terms.append(f"chunks of {structure.chunk}")
+        if structure.prefix:
+            terms.append(f"a prefix of {structure.prefix}")
         if structure.lengths is not None:
             terms.append("lengths")
         if self.slopes is not None:

@@ -24,6 +24,7 @@ from torch_fdattn.compile_backend.masks.entries import (
     Unknown,
     axis,
     nonzero,
+    plain_operands,
     scalar,
 )
 from torch_fdattn.compile_backend.masks.expressions import Poly, number
@@ -121,6 +122,12 @@ def _getitem(reader: Reader, node: Node, index: Index) -> Entry:
     return reader.entry(source, tuple(found))
 
 
+def _index(reader: Reader, node: Node, index: Index) -> Entry:
+    """aten's, of a list of indices."""
+    source, indices = plain_operands(node, 2)
+    return _gathered(reader, source, list(indices), list(range(len(indices))), index)
+
+
 def _sliced(item: slice, size: object, index: Poly) -> Poly:
     step = 1 if item.step is None else item.step
     if not isinstance(step, int) or step < 1:
@@ -186,5 +193,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(("reshape", "view", "flatten", "unflatten", "squeeze"), _reshape),
     **dict.fromkeys(("permute", "transpose", "mT", "T"), _permute),
-    "unsqueeze": _unsqueeze, "repeat": _repeat, "getitem": _getitem,
+    "unsqueeze": _unsqueeze, "repeat": _repeat, "getitem": _getitem, "index": _index,
 }  # fmt: skip

@@ -32,7 +32,7 @@ from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
-from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, prefixes_of
 from torch_fdattn.dist.ring_attention.transformers_layers import check_sdpa
 from torch_fdattn.dist.state_tree import expect_block
 
@@ -97,7 +97,7 @@ def unshard_batch(
 def context_parallel(
     group: Group, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
     seq_dims: Sequence[int] = (), strategy: str = "ring", hierarchy: tuple[Group, Group] | None = None,
-    invariant_block: int | None = None,
+    invariant_block: int | None = None, prefix_lens: int | Tensor | Sequence[int] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside it, attention calls are ring attention over the group.
 
@@ -108,11 +108,13 @@ def context_parallel(
             (what they held, not what was written to the shards).
         seq_dims: the dim of each buffer that is the sequence.
         strategy, hierarchy, invariant_block: as `ring_attention`, "query_split" excepted.
+        prefix_lens: as `ring_attention`, of every attention call, which must be causal and have no window: a causal model
+            becomes a prefix-LM.
 
     Taken over are, on q, k and v of this rank's tokens,
 
     - `F.scaled_dot_product_attention` and `torch_fdattn.attention`: causal, windows, softcap, ALiBi slopes and sinks (each
-      rank's gradient is a part, to be summed over the ranks), dropout (not with "ulysses" and "ulysses_ring"), and masks (…, S_r, total) of this rank's rows, with a column for each position
+      rank's gradient is a part, to be summed over the ranks), dropout, and masks (…, S_r, total) of this rank's rows, with a column for each position
       (a row whose entries are all finfo.min gives 0, as `torch_fdattn.attention` says);
     - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
       documents may lie over ranks' borders.
@@ -148,7 +150,8 @@ def context_parallel(
     try:
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
-        options = dict(hierarchy=hierarchy, invariant_block=invariant_block)
+        prefixes = prefixes_of(prefix_lens) or None
+        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes)
         with RingMode(group_name, shards, strategy, **options):
             yield
     finally:

@@ -6,6 +6,8 @@ are fewer than the ranks are replicated, and their gradients summed over the cop
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,8 +57,10 @@ def keys_to_tokens(x: Tensor, problem: Problem, dtype: torch.dtype) -> Tensor:
     return to_tokens(x, problem).unflatten(1, (problem.kv_heads, -1)).sum(2)
 
 
-def of_own_heads(problem: Problem, rows: int) -> tuple[Scores, Scores]:
-    """(scores, score_grads) of this rank's part of the heads; rows: queries that it has, of whose masks all ranks' are gathered."""
+def of_own_heads(problem: Problem, q: Tensor) -> dict[str, Any]:
+    """scores, score_grads and dropout of this rank's part of the heads; q (B, H, S_r, D): like its queries, whose masks' rows of
+    all ranks are gathered.
+    """
 
     def own(x: Tensor | None, dim: int) -> Tensor | None:
         """What has an entry for each head: those of this rank's heads."""
@@ -65,5 +69,9 @@ def of_own_heads(problem: Problem, rows: int) -> tuple[Scores, Scores]:
         return x.chunk(problem.world_size, dim)[problem.rank]
 
     softcap, slopes, sinks, _ = problem.scores
-    scores = Scores(softcap, own(slopes, -1), own(sinks, -1), own(gather_mask(problem, rows), 1))
-    return scores, Scores(alibi_slopes=own(problem.score_grads.alibi_slopes, -1))
+    mask = own(gather_mask(problem, q.shape[2]), 1)
+    return dict(
+        scores=Scores(softcap, own(slopes, -1), own(sinks, -1), mask),
+        score_grads=Scores(alibi_slopes=own(problem.score_grads.alibi_slopes, -1)),
+        dropout=problem.dropout.from_head(problem.rank * (q.shape[1] // problem.world_size)),
+    )

@@ -32,6 +32,9 @@ class Problem(NamedTuple):
     scale: float
     scores: Scores = NO_SCORES
     documents: tuple[int, ...] = ()  # where each begins, and where the last one ends
+    prefix_lens: tuple[
+        int, ...
+    ] = ()  # of each document, or one of all: positions that see each other
     kv_lens: Tensor | None = None  # (B,): positions from there on are no keys
     dropout: Dropout = NO_DROPOUT
     score_grads: Scores = NO_SCORES  # sums to add to, of slopes and mask; None: nobody asks
@@ -65,7 +68,8 @@ class Problem(NamedTuple):
             or self.invariant_block is not None
             or any(x is not None for x in (scores.alibi_slopes, scores.attn_mask, self.kv_lens))
         )
-        return block_calls(q_runs, kv_runs, self.left, self.right, by_position, self.documents)
+        masks = self.documents, self.prefix_lens
+        return block_calls(q_runs, kv_runs, self.left, self.right, by_position, *masks)
 
 
 def _part_of(mask: Tensor, call: BlockCall) -> Tensor:
@@ -186,4 +190,4 @@ def call_mask(call: BlockCall, q: Tensor, problem: Problem) -> Mask:
     lens = problem.kv_lens
     if lens is not None:
         lens = (lens.clamp(min=0) - call.kv_start).clamp(0, call.kv_end - call.kv_begin)
-    return Mask(lens, *starts, problem.left, problem.right)
+    return Mask(lens, *starts, *call.window)

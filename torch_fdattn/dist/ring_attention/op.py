@@ -34,7 +34,13 @@ from torch_fdattn.dist.ring_attention import (
 from torch_fdattn.dist.ring_attention.heads import check_heads
 from torch_fdattn.dist.ring_attention.local import Problem, Saved, state_dtype
 from torch_fdattn.dist.ring_attention.rank_invariant import check_block
-from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
+from torch_fdattn.dist.ring_attention.sequence_shards import (
+    SequenceShards,
+    check_documents,
+    check_prefixes,
+    chunked,
+    expect_chunk,
+)
 from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.ops import library
 from torch_fdattn.ops.attention.dropout import Dropout
@@ -50,7 +56,7 @@ STRATEGIES = {
     "star": star,
     "ulysses_ring": ulysses_ring,
 }
-#: They count heads from their own first one.
+#: Ranks share heads.
 BY_HEADS = ("ulysses", "ulysses_ring")
 
 
@@ -103,11 +109,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
             raise TypeError(
                 "q must not be float64 with strategy='one_sided', which sums in float32: use 'all_gather'"
             )
-    if strategy in BY_HEADS and problem.dropout.p > 0 and problem.world_size > 1:
-        raise NotImplementedError(
-            f"dropout_p must be 0 with strategy={strategy!r}, whose ranks count heads from their own first one: use another "
-            f"strategy, got {problem.dropout.p}"
-        )
     if strategy in BY_HEADS:
         ranks = ulysses_ring.ranks_of_node(problem) if problem.hierarchy else problem.world_size
         check_heads(q.shape[1], k.shape[1], ranks, strategy)
@@ -118,6 +119,18 @@ def expect_hierarchy(strategy: str, hierarchy: tuple | None) -> None:
     if (hierarchy is not None) != (strategy == "ulysses_ring"):
         expected = "a pair of groups (inner, outer)" if strategy == "ulysses_ring" else "None"
         raise ValueError(f"hierarchy must be {expected} with strategy={strategy!r}, got {hierarchy}")  # fmt: skip
+
+
+def _check_prefix(prefix_lens: tuple[int, ...], window: tuple[int, int], chunk: int) -> None:
+    if prefix_lens and window != (-1, 0):
+        raise NotImplementedError(
+            "prefix_lens needs causal=True and no window: a prefix is what a causal mask does not hide, got the window "
+            f"{window}, of which (-1, 0) is causal"
+        )
+    if prefix_lens and chunk:
+        raise NotImplementedError(
+            f"prefix_lens goes with no attention_chunk, got {chunk}: give the chunks as cu_seqlens, and a prefix for each"
+        )
 
 
 def _is_trained(x: Tensor | None) -> bool:
@@ -200,6 +213,7 @@ def _ring_attention(
     q, k, v, group_name, shards, *, rank=None, world_size=None, causal=False, window_left=-1,
     window_right=-1, scale=None, strategy="ring", softcap=0.0, alibi_slopes=None, sinks=None, documents=(), kv_lens=None,
     attn_mask=None, dropout_p=0.0, dropout_seed=None, invariant_block=None, inner_group=None, outer_group=None,
+    attention_chunk=0, prefix_lens=(),
 ):  # fmt: skip
     checks.expect_tensor("q", q)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
@@ -225,14 +239,18 @@ def _ring_attention(
             checks.check_attn_mask(attn_mask, q, (*q.shape[:2], rows, shards.total))
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         scores = Scores(softcap, alibi_slopes, sinks, attn_mask)
-        documents = tuple(int(x) for x in documents)
+        documents, prefix_lens = (
+            tuple(int(x) for x in numbers) for numbers in (documents, prefix_lens)
+        )
         window = mask.window_left, mask.window_right
         dropout = seeded_dropout(q, dropout_p, dropout_seed)
         problem = Problem(
-            group_name, rank, shards, *window, scale, scores, documents, kv_lens, dropout, invariant_block=invariant_block,
+            group_name, rank, shards, *window, scale, scores, kv_lens=kv_lens, dropout=dropout, invariant_block=invariant_block,
             kv_heads=k.shape[1] if k.dim() == 4 else 0, hierarchy=hierarchy,
         )  # fmt: skip
         _check(q, k, v, problem, strategy)
+        expect_chunk(attention_chunk)
+        _check_prefix(prefix_lens, window, attention_chunk)
         check_block(problem, strategy)
     gradients = wants_gradients(q, k, v)
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("attn_mask", attn_mask)):
@@ -247,6 +265,8 @@ def _ring_attention(
             "the dtype": q.dtype,
             "shards": shards,
             "cu_seqlens": documents,
+            "attention_chunk": attention_chunk,
+            "prefix_lens": prefix_lens,
             "causal and window": window,
             "scale": scale,
             "softcap": softcap,
@@ -268,6 +288,9 @@ def _ring_attention(
         },
     )
     check_documents(documents, shards.total)  # the same on all ranks, so that none waits
+    check_prefixes(prefix_lens, documents, shards.total)
+    documents = chunked(documents, shards.total, attention_chunk)
+    problem = problem._replace(documents=documents, prefix_lens=prefix_lens)
     if strategy == "one_sided" and world_size > 1:
         expect_mapped("strategy 'one_sided'", group_name, q.device)
     if dropout_p > 0 and dropout_seed is None:
@@ -294,7 +317,7 @@ library.define_composite(
     "float? scale=None, str strategy='ring', float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "SymInt[] documents=[], Tensor? kv_lens=None, Tensor? attn_mask=None, "
     "float dropout_p=0.0, Tensor? dropout_seed=None, int? invariant_block=None, "
-    "str? inner_group=None, str? outer_group=None) "
+    "str? inner_group=None, str? outer_group=None, int attention_chunk=0, SymInt[] prefix_lens=[]) "
     "-> (Tensor out, Tensor lse)",
     _ring_attention,
     autocast_args=3,

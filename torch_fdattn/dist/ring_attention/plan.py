@@ -17,7 +17,8 @@ from torch_fdattn.dist.ring_attention.sequence_shards import Run
 class BlockCall(NamedTuple):
     """Attention of rows q_begin:q_end over keys kv_begin:kv_end, both local indices.
 
-    q_start and kv_start are the positions of its first query and key; None: every pair is visible.
+    q_start and kv_start are the positions of its first query and key, between which the window (left, right) holds;
+    None: every pair is visible.
     """
 
     q_begin: int
@@ -26,6 +27,7 @@ class BlockCall(NamedTuple):
     kv_end: int
     q_start: int | None = None
     kv_start: int | None = None
+    window: tuple[int, int] = (-1, -1)
 
 
 class _Segment(NamedTuple):
@@ -35,23 +37,33 @@ class _Segment(NamedTuple):
     run: Run
     document: int
 
+    def until(self, end: int) -> _Segment:
+        """Its positions before `end`."""
+        return self._replace(run=Run(self.run.start, min(self.run.end, end) - self.run.start))
+
 
 def block_calls(
     q_runs: Sequence[Run], kv_runs: Sequence[Run], left: int, right: int, by_position: bool = False,
-    documents: Sequence[int] = (),
+    documents: Sequence[int] = (), prefix_lens: Sequence[int] = (),
 ) -> list[BlockCall]:  # fmt: skip
     """The calls for which some pair is visible under the window (left, right; -1 = unbounded).
 
     by_position: what a call computes depends on positions (ALiBi, lengths), so each pair of runs has one of its own.
     documents: where each begins, and where the last one ends; positions of different ones do not see each other.
+    prefix_lens: of each document, or one of all: so many of its first positions see each other whatever the window, of which
+    then there is nothing but that right is 0.
     """
     calls: list[BlockCall] = []
+    ends = _ends_of_prefixes(documents, prefix_lens)
     keys: dict[int, list[_Segment]] = {}
     for segment in _segments(kv_runs, documents):
         keys.setdefault(segment.document, []).append(segment)
-    for segment in _segments(q_runs, documents):
-        of_document = keys.get(segment.document, [])
-        found = _calls_of_run(segment.begin, segment.run, of_document, left, right, by_position)
+    for segment in _segments(q_runs, documents, ends):
+        of_document, window = keys.get(segment.document, []), (left, right)
+        end = ends.get(segment.document, 0)
+        if segment.run.start < end:
+            of_document, window = [x.until(end) for x in of_document if x.run.start < end], (-1, -1)
+        found = _calls_of_run(segment.begin, segment.run, of_document, window, by_position)
         if len(found) == 1 and calls and _share_keys(calls[-1], found[0]):
             calls[-1] = calls[-1]._replace(q_end=found[0].q_end)
         else:
@@ -59,14 +71,30 @@ def block_calls(
     return calls
 
 
-def _segments(runs: Sequence[Run], documents: Sequence[int]) -> list[_Segment]:
-    """Runs, cut where documents begin."""
+def _ends_of_prefixes(documents: Sequence[int], prefix_lens: Sequence[int]) -> dict[int, int]:
+    """Of each document, by its number in `_segments`, the position behind its prefix."""
+    if not prefix_lens:
+        return {}
+    begins = documents[:-1] or [0]
+    numbers = range(1, len(begins) + 1) if documents else [0]
+    return {
+        number: begin + prefix_lens[i % len(prefix_lens)]
+        for i, (number, begin) in enumerate(zip(numbers, begins, strict=True))
+    }
+
+
+def _segments(
+    runs: Sequence[Run], documents: Sequence[int], cuts: dict[int, int] | None = None
+) -> list[_Segment]:
+    """Runs, cut where documents begin, and at the position that `cuts` has for a document."""
     begin, found = 0, []
     for run in runs:
         start = run.start
         while start < run.end:
             document = bisect.bisect_right(documents, start)
             end = min(run.end, documents[document]) if document < len(documents) else run.end
+            if cuts and start < cuts[document] < end:
+                end = cuts[document]
             found.append(_Segment(begin + start - run.start, Run(start, end - start), document))
             start = end
         begin += run.length
@@ -84,9 +112,10 @@ def cut(runs: Sequence[Run], block: int) -> list[Run]:
 
 
 def _calls_of_run(
-    q_begin: int, q: Run, keys: Sequence[_Segment], left: int, right: int, by_position: bool
+    q_begin: int, q: Run, keys: Sequence[_Segment], window: tuple[int, int], by_position: bool
 ) -> list[BlockCall]:
     calls: list[BlockCall] = []
+    left, right = window
     for kv_begin, kv, _ in keys:
         last_query, last_key = q.end - 1, kv.end - 1
         if (right >= 0 and kv.start > last_query + right) or (
@@ -99,7 +128,7 @@ def _calls_of_run(
         previous = calls[-1] if calls and calls[-1].kv_end == kv_begin else None
         full = previous is not None and previous.q_start is None
         if by_position:
-            calls.append(call._replace(q_start=q.start, kv_start=kv.start))
+            calls.append(call._replace(q_start=q.start, kv_start=kv.start, window=window))
         elif above and below:
             if full:
                 calls[-1] = previous._replace(kv_end=call.kv_end)
@@ -109,10 +138,10 @@ def _calls_of_run(
             # Keys that all queries see may stand anywhere before this run: directly before it.
             before = previous.kv_end - previous.kv_begin
             calls[-1] = previous._replace(
-                kv_end=call.kv_end, q_start=q.start, kv_start=kv.start - before
+                kv_end=call.kv_end, q_start=q.start, kv_start=kv.start - before, window=window
             )
         else:
-            calls.append(call._replace(q_start=q.start, kv_start=kv.start))
+            calls.append(call._replace(q_start=q.start, kv_start=kv.start, window=window))
     return calls
 
 

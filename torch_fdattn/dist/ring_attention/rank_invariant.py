@@ -14,6 +14,8 @@ from torch import Tensor
 from torch_fdattn.dist.ring_attention.local import Problem, State, call_mask, state_dtype
 from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.state_tree import StateTree, expect_block, in_one_layout, with_sinks
+from torch_fdattn.ops.attention.dropout import Dropout
+from torch_fdattn.ops.scores import Scores
 
 
 def check_block(problem: Problem, strategy: str) -> None:
@@ -86,18 +88,18 @@ class InvariantState:
         scores = problem.scores_of(call)
         mask = call_mask(call, q, problem)
         tensors = q, k[:, :, keys], v[:, :, keys]
-        parts = [(tensors, scores)]
+        parts = [(tensors, scores, problem.dropout)]
         if q.is_cpu:
-            # There how products are computed may depend on how many heads share keys, which are fewer where ranks share heads
-            # (`ulysses`, which has no dropout: its draws go by the call's heads).
-            if problem.dropout.p == 0:
-                parts = _by_head(*tensors, scores)
-            parts = [(map(in_one_layout, of_part), own) for of_part, own in parts]
+            # There how products are computed may depend on how many heads share keys, which are fewer where ranks share heads.
+            parts = [
+                (map(in_one_layout, of_part), *own)
+                for of_part, *own in _by_head(*tensors, scores, problem.dropout)
+            ]
         states = [
             torch.ops.fdattn.attention_forward(
-                *of_part, *mask, problem.scale, state_dtype(q), *own, *problem.dropout
+                *of_part, *mask, problem.scale, state_dtype(q), *own, *dropout
             )
-            for of_part, own in parts
+            for of_part, own, dropout in parts
         ]  # fmt: skip
         return tuple(torch.cat(x, 1) for x in zip(*states, strict=True))
 
@@ -121,8 +123,8 @@ class InvariantState:
         return out, lse
 
 
-def _by_head(q: Tensor, k: Tensor, v: Tensor, scores):
-    """The tensors and scores of each query head."""
+def _by_head(q: Tensor, k: Tensor, v: Tensor, scores: Scores, dropout: Dropout):
+    """The tensors, scores and dropout of each query head."""
     group, mask = q.shape[1] // k.shape[1], scores.attn_mask
     for head in range(q.shape[1]):
         own, keys = slice(head, head + 1), slice(head // group, head // group + 1)
@@ -133,4 +135,5 @@ def _by_head(q: Tensor, k: Tensor, v: Tensor, scores):
                 alibi_slopes=None if slopes is None else slopes[..., own],
                 attn_mask=mask if mask is None or mask.shape[1] == 1 else mask[:, own],
             ),
+            dropout.from_head(head),
         )

@@ -184,23 +184,39 @@ def documents_of(cu_seqlens: Tensor | Sequence[int] | None) -> list[int]:
     """cu_seqlens as ints on the host; none for None."""
     if cu_seqlens is None:
         return []
-    if isinstance(cu_seqlens, Tensor):
-        if torch.compiler.is_compiling():
-            raise TypeError(
-                "cu_seqlens must be a list of ints inside of a graph, got a tensor: give cu_seqlens.tolist(), "
-                "taken outside of it"
-            )
-        cu_seqlens = cu_seqlens.tolist()
-    if not isinstance(cu_seqlens, (list, tuple)) or not all(type(x) is int for x in cu_seqlens):
-        raise TypeError(
-            "cu_seqlens must be an integer tensor of one dimension, a list of ints or None, got "
-            f"{cu_seqlens!r}"
-        )
-    if not cu_seqlens:
+    documents = _host_ints("cu_seqlens", cu_seqlens)
+    if not documents:
         raise ValueError(
             "cu_seqlens must begin with 0 and end with the tokens of all ranks, got []"
         )
-    return list(cu_seqlens)
+    return documents
+
+
+def prefixes_of(prefix_lens: int | Tensor | Sequence[int] | None) -> list[int]:
+    """prefix_lens as ints on the host; none for None."""
+    if prefix_lens is None:
+        return []
+    if type(prefix_lens) is int:
+        return [prefix_lens]
+    prefixes = _host_ints("prefix_lens", prefix_lens)
+    if not prefixes:
+        raise ValueError("prefix_lens must have a number for each document, got []")
+    return prefixes
+
+
+def _host_ints(name: str, given: Tensor | Sequence[int]) -> list[int]:
+    if isinstance(given, Tensor):
+        if torch.compiler.is_compiling():
+            raise TypeError(
+                f"{name} must be a list of ints inside of a graph, got a tensor: give {name}.tolist(), "
+                "taken outside of it"
+            )
+        given = given.tolist()
+    if not isinstance(given, (list, tuple)) or not all(type(x) is int for x in given):
+        raise TypeError(
+            f"{name} must be an integer tensor of one dimension, a list of ints or None, got {given!r}"
+        )
+    return list(given)
 
 
 def check_documents(documents: tuple[int, ...], total: int) -> None:
@@ -211,6 +227,37 @@ def check_documents(documents: tuple[int, ...], total: int) -> None:
             f"cu_seqlens must begin with 0, end with the {total} tokens of all ranks and not fall between, "
             f"got {list(documents)}"
         )
+
+
+def check_prefixes(prefixes: tuple[int, ...], documents: tuple[int, ...], total: int) -> None:
+    """Raises ValueError where they are not one for each document, or one for all, of at most its tokens."""
+    lengths = [b - a for a, b in itertools.pairwise(documents or (0, total))]
+    if prefixes and len(prefixes) not in (1, len(lengths)):
+        raise ValueError(
+            f"prefix_lens must be one number, or one for each of the {len(lengths)} documents, got {len(prefixes)}"
+        )
+    for index, length in enumerate(lengths if prefixes else ()):
+        prefix = prefixes[index % len(prefixes)]
+        if not 0 <= prefix <= length:
+            raise ValueError(
+                f"prefix_lens must be from 0 to the {length} tokens of document {index}, got {prefix}"
+            )
+
+
+def expect_chunk(chunk: object) -> None:
+    """0: none."""
+    if type(chunk) is not int or chunk < 0:
+        raise (ValueError if type(chunk) is int else TypeError)(
+            f"attention_chunk must be an int of at least 1, or 0 or None for no chunks, got {chunk!r}"
+        )
+
+
+def chunked(documents: tuple[int, ...], total: int, chunk: int) -> tuple[int, ...]:
+    """Documents, cut into chunks of as many tokens, counted from each one's first; 0: as they are."""
+    if not chunk:
+        return documents
+    begins = itertools.pairwise(documents or (0, total))
+    return (*(x for begin, end in begins for x in range(begin, end, chunk)), total)
 
 
 def _seen(

@@ -25,7 +25,7 @@ from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unshard
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     own_q = q
     q, k, v = to_heads(q, problem), *(keys_to_heads(x, problem) for x in (k, v))
-    out, lse = attend_unsharded(q, k, v, _one_rank(problem, own_q.shape[2]))
+    out, lse = attend_unsharded(q, k, v, _one_rank(problem, own_q))
     own_out = in_order_of(own_q, to_tokens(out, problem))
     own_lse = to_tokens(lse.unsqueeze(-1), problem).squeeze(-1)
     return own_out, own_lse, Saved(q, k, v, out, lse)
@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    alone = _one_rank(problem, dout.shape[2])
+    alone = _one_rank(problem, dout)
     dout = to_heads(dout, problem)
     if dlse is not None:
         dlse = to_heads(dlse.unsqueeze(-1), problem).squeeze(-1)
@@ -44,8 +44,7 @@ def backward(
     return to_tokens(dq.to(dtype), problem), *of_keys
 
 
-def _one_rank(problem: Problem, rows: int) -> Problem:
-    """The same problem for ranks that hold the whole sequence, of some heads; rows: queries that this rank has."""
-    scores, grads = of_own_heads(problem, rows)
+def _one_rank(problem: Problem, q: Tensor) -> Problem:
+    """The same problem for ranks that hold the whole sequence, of some heads; q: like this rank's queries."""
     shards = SequenceShards.contiguous(problem.shards.total, 1)
-    return problem._replace(rank=0, shards=shards, scores=scores, score_grads=grads)
+    return problem._replace(rank=0, shards=shards, **of_own_heads(problem, q))

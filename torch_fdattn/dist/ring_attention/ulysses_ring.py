@@ -29,7 +29,7 @@ def ranks_of_node(problem: Problem) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
-    own_q, (node, nodes) = q, _parts(problem, q.shape[2])
+    own_q, (node, nodes) = q, _parts(problem, q)
     q, k, v = to_heads(q, node), *(keys_to_heads(x, node) for x in (k, v))
     out, lse, saved = ring.forward(q, k, v, nodes)
     own_out = in_order_of(own_q, to_tokens(out, node))
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    node, nodes = _parts(problem, dout.shape[2])
+    node, nodes = _parts(problem, dout)
     dout = to_heads(dout, node)
     if dlse is not None:
         dlse = to_heads(dlse.unsqueeze(-1), node).squeeze(-1)
@@ -49,8 +49,8 @@ def backward(
     return to_tokens(dq.to(dtype), node), *of_keys
 
 
-def _parts(problem: Problem, rows: int) -> tuple[Problem, Problem]:
-    """(what the ranks of this node exchange, the ring over nodes of this rank's heads); rows: queries that this rank has."""
+def _parts(problem: Problem, q: Tensor) -> tuple[Problem, Problem]:
+    """(what the ranks of this node exchange, the ring over nodes of this rank's heads); q: like this rank's queries."""
     inner, outer = problem.hierarchy
     size = ranks_of_node(problem)
     of_nodes = [
@@ -65,9 +65,6 @@ def _parts(problem: Problem, rows: int) -> tuple[Problem, Problem]:
         held.append((Run(begin, length),) if length else ())
         begin += length
     node = problem._replace(group_name=inner, rank=place, shards=SequenceShards(tuple(held)))
-    scores, grads = of_own_heads(node, rows)
     shards = SequenceShards(tuple(sum(ranks, ()) for ranks in of_nodes))
-    nodes = problem._replace(
-        group_name=outer, rank=index, shards=shards, scores=scores, score_grads=grads
-    )
+    nodes = problem._replace(group_name=outer, rank=index, shards=shards, **of_own_heads(node, q))
     return node, nodes

@@ -117,7 +117,11 @@ def backward_config(
     if INTERPRET:
         return BackwardConfig(_INTERPRETED, _INTERPRETED)
     if head_dim > 256:
-        return BackwardConfig(TileConfig(16, 16, 8, 1), TileConfig(16, 16, 8, 1))
+        plain = not (scores.changes_tiles or dropout.p)
+        both = TileConfig(16, 16, 8, 1)
+        if plain and capability[0] == 9 and dtype != torch.float32:
+            both = TileConfig(64, 32, 8, 1)  # swept on one H200 (docs/notes/attention.md)
+        return BackwardConfig(both, both)
     if dtype == torch.float32:
         return BackwardConfig(_fp32_tile(head_dim), _fp32_tile(head_dim))
     masked = scores.attn_mask is not None

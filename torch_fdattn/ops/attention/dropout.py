@@ -9,8 +9,8 @@ n = 32 a + 8 b + 2 c + d (b, c < 4; d < 2) is of group 4 a + c, and takes from w
 else the upper: the keys of a group are those that a thread of a tensor core's accumulator holds. A weight is kept
 where its draw is at least p · 2¹⁶: p is rounded to a multiple of 2⁻¹⁶. The Triton twin is `dropout_tiles.py`.
 
-Head and batch are those of the call. To shard heads or batches over ranks, lengthen `seed` by the numbers of the
-first ones and add them to the counter here and there.
+Batch is that of the call. So is the head, unless seed has a third number: that of the call's first head, where the call
+has a part of the heads (of a rank, say). To shard batches over ranks, lengthen `seed` in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOW = 0xFFFFFFFF
 
 
 class Dropout(NamedTuple):
-    """The end of attention's schemas; seed (2,) int64 on the device: seed and offset."""
+    """The end of attention's schemas; seed (2,) or (3,) int64 on the device: seed, offset, the number of the first head."""
 
     p: float = 0.0
     seed: Tensor | None = None
@@ -36,6 +36,17 @@ class Dropout(NamedTuple):
     def threshold(self) -> int:
         """Draws below it are dropped."""
         return round(self.p * 65536)
+
+    @property
+    def counts_heads_from_seed(self) -> bool:
+        return self.seed is not None and self.seed.shape[0] == 3
+
+    def from_head(self, first: int) -> Dropout:
+        """Of a call whose first head is this one's head `first`."""
+        if self.seed is None:
+            return self
+        before = self.seed[2:] if self.counts_heads_from_seed else self.seed.new_zeros(1)
+        return Dropout(self.p, torch.cat([self.seed[:2], before + first]))
 
     @property
     def factor(self) -> float:
@@ -50,11 +61,11 @@ def kept_weights(
     dropout: Dropout, q_pos: Tensor, k_pos: Tensor, batch: int, heads: int, first_sequence: int = 0
 ) -> Tensor:
     """Z as booleans (B, H, M, N) for positions (B or 1, M) and (B or 1, N), of sequences from the first on."""
-    seed, offset = dropout.seed.unbind()
+    seed, offset, *first_head = dropout.seed.unbind()
     groups, place = torch.unique((k_pos >> 5) * 4 + (k_pos >> 1 & 3), return_inverse=True)
     counters = (
         q_pos.expand(batch, -1)[:, None, :, None], groups,
-        torch.arange(heads, device=q_pos.device)[:, None, None],
+        sum(first_head) + torch.arange(heads, device=q_pos.device)[:, None, None],
         first_sequence + torch.arange(batch, device=q_pos.device)[:, None, None, None],
     )  # fmt: skip
     bits = torch.stack(philox(seed + offset * GOLDEN, *torch.broadcast_tensors(*counters)), -1)

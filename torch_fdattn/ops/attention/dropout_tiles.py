@@ -104,7 +104,7 @@ def _random_bits(head, q_pos, groups):
     zero = (q_pos[:, None] * 0 + groups[None, :] * 0).to(tl.uint32)
     c0 = zero + q_pos[:, None].to(tl.uint32)
     c1 = zero + groups[None, :].to(tl.uint32)
-    c2 = zero + head[4].to(tl.uint32)
+    c2 = zero + head[6].to(tl.uint32)
     c3 = zero + head[5].to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         product0 = c0.to(tl.uint64) * 0xD2511F53

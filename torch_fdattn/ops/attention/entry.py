@@ -36,7 +36,7 @@ def attention(
 
     Args:
         q: queries (B, H, S, D), bfloat16, float16 or float32 (float64 on the CPU), any strides;
-            D from 1 to 512 (right, but not fast, above 256, and slower where it is no multiple of 8).
+            D from 1 to 512 (above 256 tuned on sm_90 alone; slower where it is no multiple of 8).
         k, v: keys (B, H_kv, S_kv, D) and values (B, H_kv, S_kv, DV), H a multiple of H_kv (GQA, MQA), any
             strides; DV as D.
         kv_lens: int32 (B,) on q's device; how many keys of each sequence are valid, clamped to
@@ -66,8 +66,9 @@ def attention(
         dropout_p: each weight is dropped with this probability, rounded to a multiple of 2**-16, and the others
             are divided by 1 - p; lse is that without dropout. Which ones follows from seed, batch, head and
             positions alone, on every device the same (`ops/attention/dropout.py`).
-        dropout_seed: int64 (2,) on q's device: seed and offset. Default: drawn on the device from torch's
-            generator, or as `set_deterministic` says; within vmap by its `randomness`. Of DTensors it must be given.
+        dropout_seed: int64 (2,) on q's device: seed and offset; or (3,), with the number of q's first head, where q has a part
+            of the heads. Default: drawn on the device from torch's generator, or as `set_deterministic` says; within
+            vmap by its `randomness`. Of DTensors it must be given.
         layout: "bshd": q, k, v and out are (B, S, H, D), as flash-attn's; nothing is copied. The lse stays (B, H, S),
             and attn_mask broadcasts to (B, H, S, S_kv).
 

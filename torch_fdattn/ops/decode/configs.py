@@ -22,6 +22,8 @@ E4M3_CAPABILITY = (8, 9)
 WARP_GROUP_ROWS = 64
 #: fp32 elements of partial results that a program of the merge holds at once, and their share a warp.
 MERGE_ELEMENTS, MERGE_ELEMENTS_A_WARP = 4096, 1024
+#: How many times the mean of a ragged batch's splits a merge on fast memory takes at once; it comes back for more.
+SPARE_PARTS = 2
 
 
 def decode_config(
@@ -56,6 +58,8 @@ def decode_config(
         if capability >= (8, 0):  # with four warps the addresses of pages spill registers
             return TileConfig(16, 128, 8, 2)
     if block_m == 16 and not narrow and load >= CROWDED:
+        if paged and fast_memory and head_dim > 64 and load > 4:  # of which only three fit an SM
+            return TileConfig(16, 64, 4, 2)
         if paged:
             return TileConfig(16, 32, 4, 3 if head_dim > 64 else 4)
         return TileConfig(16, 32, 1, 2 if head_dim > 64 else 4)

@@ -58,7 +58,7 @@ def _decode_kernel(
     HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, MIN_UNITS: tl.constexpr,
     TWICE: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAST_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -120,6 +120,8 @@ def _decode_kernel(
     q_rows = (
         b64 * q_strides[0] + head.to(tl.int64) * q_strides[1] + (row % q_len).to(tl.int64) * q_strides[2]
     )  # fmt: skip
+    # CAST_FIRST: tiles of bytes are cast as they were loaded, and go as 16 bits through shared memory to where the products
+    # want them. The compiler would move them as bytes, one load each for values, and cast then: twice the instructions.
     # One byte becomes float16 by one instruction for two, bfloat16 only by a conversion at a quarter of the
     # rate. Rows of q scaled to below 2 by a power of two lose nothing in it that their sums would show.
     narrow: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
@@ -198,7 +200,10 @@ def _decode_kernel(
         if KEYS_FIRST:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if start == first_key:
                 q = _opaque(loaded_q)
-        scores = tl.dot(q, unquantised(k, q.dtype), input_precision=PRECISION)
+        k = unquantised(k, q.dtype)
+        if CAST_FIRST:
+            k = _opaque(k)
+        scores = tl.dot(q, k, input_precision=PRECISION)
         if scale_rows_too:
             scores *= row_factor[:, None]
         if K_SCALES == 1:  # before the mask, not in the softmax's scale: it may be 0
@@ -252,6 +257,8 @@ def _decode_kernel(
             v_head_ptr + v_rows[:, None] + dv[None, :] * v_strides[3], mask=v_mask, other=0.0
         )
         v = unquantised(v, q.dtype)
+        if CAST_FIRST:
+            v = _opaque(v)
         if V_SCALES == 2:
             products = tl.dot(p.to(q.dtype), v, input_precision=PRECISION)
             acc = acc * alpha[:, None] + products * largest

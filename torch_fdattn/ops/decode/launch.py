@@ -22,6 +22,7 @@ from torch_fdattn.ops.decode.configs import (
     E4M3_CAPABILITY,
     INVARIANT_MERGE,
     MANY,
+    SPARE_PARTS,
     WARP_GROUP_ROWS,
     decode_config,
     loads_keys_first,
@@ -118,9 +119,11 @@ class DecodeLaunchPlan:
             batch, work_tiles, cache.capacity, sms, load=load, block_n=config.block_n,
             equal_lengths=batch == 1 or all(x is None for x in options.mask[:3]),
             twice=(paged or narrow) and load < MANY,  # page numbers and conversions are more to wait for
-            uncut=short, batch_invariant=batch_invariant, target=target_splits,
+            uncut=short, batch_invariant=batch_invariant, coarse=fast and paged and load >= CROWDED,
+            target=target_splits,
         )  # fmt: skip
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
+        cast_first = narrow and q.dtype.itemsize == 2 and capability >= (7, 0) and not INTERPRET
         split, pdl = splits.per_work_tile > 1, supports_pdl(capability)
         slots = splits.groups * splits.programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
@@ -166,7 +169,7 @@ class DecodeLaunchPlan:
                 *flags, scores.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), mask_rows,
                 batch_invariant, splits.min_units, splits.twice, split, splits.groups > 1, pdl, keys_first,
-                heads_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n, block_d, block_dv,
+                heads_first, cast_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n, block_d, block_dv,
             ),
             dict(num_warps=config.num_warps, num_stages=config.num_stages, max_ctas_per_sm=splits.max_ctas_per_sm),
         )  # fmt: skip
@@ -185,9 +188,12 @@ class DecodeLaunchPlan:
         merge = INVARIANT_MERGE
         if not batch_invariant:
             rows_here = min(rows, config.block_m)
-            merge = merge_config(
-                batch * heads * q_len, rows_here, splits.per_work_tile, block_dv, 2 * sms
-            )
+            usual = splits.per_work_tile
+            if not splits.even and fast and paged:
+                usual = min(
+                    usual, SPARE_PARTS * cdiv(splits.programs, splits.group_size * work_tiles)
+                )
+            merge = merge_config(batch * heads * q_len, rows_here, usual, block_dv, 2 * sms)
         merge = merge._replace(dims=min(merge.dims, block_dv))
         self.tiles = config, merge
         blocks = cdiv(rows, merge.rows) * (block_dv // merge.dims)

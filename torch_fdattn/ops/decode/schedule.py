@@ -38,6 +38,8 @@ CHUNK = tl.constexpr(64)
 FINER = 6
 #: Where work tiles abound they balance by themselves: splits an SM beyond which they are cut in two at most.
 ENOUGH = 48
+#: The same multiple where fast memory has many work tiles: what is cut is written and read again.
+COARSER = 2
 #: Programs an SM at once: enough to wait for memory.
 MAX_CTAS_PER_SM = 4
 #: Sequences whose lengths one program scans; a larger batch is shared out group by group.
@@ -74,8 +76,10 @@ def splits_per_work_tile(work_tiles: int, target: int) -> int:
     return max(1, int(target / work_tiles + 0.4))
 
 
-def ragged_target_splits(target: int, num_sms: int) -> int:
+def ragged_target_splits(target: int, num_sms: int, coarse: bool = False) -> int:
     """How many splits a ragged batch is cut into, of an even one's target."""
+    if coarse:
+        return COARSER * target
     return max(2 * target, min(FINER * target, ENOUGH * num_sms))
 
 
@@ -132,7 +136,7 @@ class Splits(NamedTuple):
 
 def choose_splits(
     batch: int, work_tiles: int, kv_capacity: int, num_sms: int, *, load: float, block_n: int, equal_lengths: bool,
-    twice: bool, uncut: bool, batch_invariant: bool, target: int | None = None,
+    twice: bool, uncut: bool, batch_invariant: bool, coarse: bool = False, target: int | None = None,
 ) -> Splits:  # fmt: skip
     """
     Args:
@@ -140,11 +144,12 @@ def choose_splits(
         load: KV heads an SM.
         twice: whether two programs an SM are better than one for long splits.
         uncut: whether nothing is split, however long.
+        coarse: whether a ragged batch is cut as little as need be.
         target: splits of an even batch, where not as `target_splits` has it.
     """
     target = target or target_splits(batch * work_tiles, num_sms)
     min_units = max(MIN_SHARE, block_n // UNIT.value)
-    ragged = ragged_target_splits(target, num_sms)
+    ragged = ragged_target_splits(target, num_sms, coarse)
     even, max_ctas = equal_lengths, None
     if not batch_invariant and (not even or load > MAX_CTAS_PER_SM):
         max_ctas = max_ctas_per_sm(batch * work_tiles, target, twice, num_sms)

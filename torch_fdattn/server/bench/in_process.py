@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Protocol
 
+from torch_fdattn.engine.llm import LLM
 from torch_fdattn.engine.outputs import RequestOutput
 from torch_fdattn.engine.sampling_params import SamplingParams
+from torch_fdattn.engine.step_trace import StepTrace
 from torch_fdattn.server.bench.timings import Run, Timing
 from torch_fdattn.server.bench.workload import Workload, reordered
 
 _TEMPERATURE = 0.6  # drawing is part of a step
 _WARM_REQUESTS, _WARM_TOKENS = 64, 4
+_TRACED_STEPS = 64  # a trace of a thousand would be of gigabytes
 
 
 class SteppedLLM(Protocol):
@@ -35,13 +39,29 @@ def run_workload(llm: SteppedLLM, workload: Workload, repeats: int = 2) -> list[
     return [_run_once(llm, reordered(workload, i + 1)) for i in range(repeats)]
 
 
-def _run_once(llm: SteppedLLM, workload: Workload) -> Run:
-    timings: dict[str, Timing] = {}
-    start = time.perf_counter()
+def trace_workload(llm: LLM, workload: Workload, path: Path) -> StepTrace:
+    """The first steps of one more run, traced; the rest of it is left."""
+    ids = _add(llm, reordered(workload, -1))
+    with llm.trace(path) as trace:
+        for _ in range(_TRACED_STEPS):
+            if llm.has_unfinished:
+                llm.step()
+    for request_id in ids:
+        llm.abort(request_id)
+    return trace
+
+
+def _add(llm: SteppedLLM, workload: Workload) -> list[str]:
+    """The requests' ids."""
     for i, (prompt, new) in enumerate(zip(workload.prompts, workload.new_tokens, strict=True)):
         params = SamplingParams(temperature=_TEMPERATURE, max_tokens=new, ignore_eos=True)
         llm.add_request(str(i), list(prompt), params)
-        timings[str(i)] = Timing(start)
+    return [str(i) for i in range(len(workload.prompts))]
+
+
+def _run_once(llm: SteppedLLM, workload: Workload) -> Run:
+    start = time.perf_counter()
+    timings = {request_id: Timing(start) for request_id in _add(llm, workload)}
     while llm.has_unfinished:
         outputs = llm.step()
         now = time.perf_counter()
