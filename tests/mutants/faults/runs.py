@@ -116,6 +116,7 @@ INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpr
 TP_INFERENCE = Tests(
     "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
 )
+DECODE_GRAPHS = Tests("decode by graphs", ("tests/engine/test_decode_graphs.py",))
 SPECULATION = Tests(
     "speculation by n-grams",
     ("tests/engine/test_ngram_proposals.py", "tests/engine/test_ngram_speculation.py"),
