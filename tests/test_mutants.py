@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.mutants import __main__ as mutants
 from tests.mutants import running, sources
@@ -197,6 +198,21 @@ def test_a_run_goes_on_where_it_was_ended(start) -> None:
     assert start("--resume") == (0, ["two", "unmodified: other", "three"])
     assert start("--resume") == (0, [])
     assert start("one") == (0, ["unmodified: small", "one"])  # anew, unless told otherwise
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_faults_of_a_gpu_that_is_not_there(start, capsys, monkeypatch, is_there: bool) -> None:
+    """They are named, and no success: of nothing else there is no run."""
+    tests = Tests("on a GPU", ("tests/small/test_a.py",), keyword="it", needs_sm_90=True)
+    fault = Fault("four", "torch_fdattn/ops/a.py", "1", "4", tests)
+    monkeypatch.setattr(mutants, "FAULTS", (*PLANTED, fault))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    of_gpu = ["unmodified: on a GPU", "four"] if is_there else []
+    assert start() == (0, ["unmodified: small", "one", "two", *of_gpu])
+    assert ("left out: four" in capsys.readouterr().out) != is_there
+    assert start("four") == (0 if is_there else 2, of_gpu)
+    assert running.command(tests, Path())[-2:] == ["-k", "it"]
 
 
 def test_what_was_unclear_is_tried_again(start) -> None:

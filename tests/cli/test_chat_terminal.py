@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -40,6 +41,12 @@ app(sys.argv[1:])
 CTRL_C, CTRL_A, UP = "\x03", "\x01", "\x1b[A"
 
 
+def _take_terminal() -> None:
+    """In the new process. Shells ignore Ctrl-C for what they start in the background, and so would this."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """A program whose standard streams are a terminal.
 
@@ -52,7 +59,7 @@ class Terminal:
         self.process = subprocess.Popen(
             command, stdin=stream, stdout=stream, stderr=stream, start_new_session=True,
             cwd=Path(__file__).parents[2], env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )  # fmt: skip
         os.close(stream)
         self.shown, self._seen = "", 0
@@ -108,8 +115,7 @@ def test_a_conversation_at_a_terminal(terminal):
     assert "fdattn: /aaa is no command" in terminal.expect("> $")
 
     # At the prompt Ctrl-C ends it, as a shell's programs end by it.
-    time.sleep(
-        0.3
-    )  # a signal between the prompt and readline's wait is seen with the next key alone
+    # A signal between the prompt and readline's wait is seen with the next key alone.
+    time.sleep(0.3)
     terminal.type(CTRL_C)
     assert terminal.process.wait(timeout=30) == 130

@@ -38,7 +38,6 @@ from .targets import ARCHS
 CACHES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 _LENGTHS = dict(kv_lens=torch.empty(2, dtype=torch.int32, device="meta"))
-_APPENDED = _LENGTHS | {"new_lens": torch.empty(2, dtype=torch.int32, device="meta")}
 _SHARDED = dict(
     **_LENGTHS,
     q_start=torch.empty(2, dtype=torch.int32, device="meta"),
@@ -166,15 +165,17 @@ def _decode(case: Case) -> None:
 
 def _append(case: Case) -> None:
     """Everything at once: ragged lengths, rope of K and q at given positions, scales."""
-    dim, dtype, tokens = case.head_dim, DTYPES[case.dtype], case.rows
-    q, k = (meta(2, tokens, heads, dim, dtype=dtype).transpose(1, 2) for heads in (32, 8))
-    cache, v = _cache(case.cache, dim, dtype), k.clone()
+    dim, dtype, batch, tokens = case.head_dim, DTYPES[case.dtype], case.batch, case.rows
+    q, k = (meta(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2) for heads in (32, 8))
+    cache, v = _cache(case.cache, dim, dtype, batch), k.clone()
     if case.v_dim:
-        cache, v = cache._replace(v=_cache(case.cache, case.v_dim, dtype).v), v[..., : case.v_dim]
-    angles, positions = meta(65536, dim // 2), meta(2, tokens, dtype=torch.int64)
+        v = v[..., : case.v_dim]
+        cache = cache._replace(v=_cache(case.cache, case.v_dim, dtype, batch).v)
+    angles, positions = meta(65536, dim // 2), meta(batch, tokens, dtype=torch.int64)
+    lens = {x: meta(batch, dtype=torch.int32) for x in ("kv_lens", "new_lens")}
     launch_append(
         Append(
-            cache.k, cache.v, cache.page_table, k, v, **_APPENDED, k_scale=cache.k_scale,
+            cache.k, cache.v, cache.page_table, k, v, **lens, k_scale=cache.k_scale,
             v_scale=cache.v_scale, q=q, cos=angles, sin=angles.clone(), positions=positions,
         )
     )  # fmt: skip

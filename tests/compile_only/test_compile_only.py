@@ -214,6 +214,7 @@ def append_cases():
             yield Case("append", arch, "bf16", 128, "full", 1, cache)
             yield Case("append", arch, "bf16", 200, "full", 4096, cache)
         yield Case("append", arch, "fp32", 256, "full", 4096, "int8-paged")
+        yield Case("append", arch, "bf16", 128, "full", 1, "e4m3-paged", batch=2048)
         yield Case("append", arch, "bf16", 32, "full", 64, "same-paged", v_dim=16)
 
 

@@ -24,14 +24,14 @@ def test_buckets():
 
 
 class Repeated:
-    """In the place of a captured step: what it runs reads the same buffers, each time anew."""
+    """In the place of a captured step: what it runs reads and writes the same buffers, each time anew."""
 
     def __init__(self, run, device, pool, stream):
-        self.run, self.calls = run, 0
+        self.run, self.calls, self.result = run, 0, run().clone()
 
     def __call__(self):
         self.calls += 1
-        return self.run()
+        return self.result.copy_(self.run())
 
 
 @pytest.fixture
@@ -52,7 +52,9 @@ def test_buckets_give_the_tokens_of_eager_passes(repeated, kv_dtype, batch_invar
     model = random_model("cpu")
     eager, llm = LLM(model, **options), LLM(model, **options)
     runner = llm._runner
-    runner._graphs = DecodeGraphs(runner._decode, runner.rows, 8, 8 if batch_invariant else 1)
+    runner._graphs = DecodeGraphs(
+        runner._decode, runner.rows, 8, 8 if batch_invariant else 1, runner._draw
+    )
     prompts = PROMPTS[:3]
     expected, found = (x.generate(prompts, GREEDY) for x in (eager, llm))
     for output, other in zip(found, expected, strict=True):
@@ -69,6 +71,37 @@ def test_buckets_give_the_tokens_of_eager_passes(repeated, kv_dtype, batch_invar
     assert not runner.rows.tokens[padding].any()
 
 
+PLAIN = [
+    SamplingParams(temperature=0, max_tokens=12), SamplingParams(seed=3, max_tokens=9),
+    SamplingParams(seed=4, temperature=0.5, max_tokens=14, logprobs=2),
+]  # fmt: skip
+OTHERS = [
+    SamplingParams(seed=5, top_p=0.7, max_tokens=12), SamplingParams(seed=5, repetition_penalty=1.5),
+    SamplingParams(seed=5, min_p=0.2), SamplingParams(seed=5, min_tokens=9, stop_token_ids=(3, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", [None, *OTHERS], ids=str)
+def test_draws_of_plain_batches_are_replayed(repeated, other):
+    """The same tokens as eager draws; where one asks for more than a temperature, all are drawn outside."""
+    options = dict(max_num_seqs=4, max_batch_tokens=24, max_model_len=64, pages=20)
+    model = random_model("cpu")
+    eager, llm = LLM(model, **options), LLM(model, **options)
+    runner = llm._runner
+    runner._graphs = DecodeGraphs(runner._decode, runner.rows, 4, 1, runner._draw)
+    params = PLAIN if other is None else [*PLAIN[:2], other]
+    expected, found = (x.generate(PROMPTS[:3], params) for x in (eager, llm))
+    for output, same in zip(found, expected, strict=True):
+        assert output.outputs[0].token_ids == same.outputs[0].token_ids
+        if output.outputs[0].logprobs is not None:
+            expect_until_they_part(output.outputs[0], same.outputs[0], 1e-4)
+    graphs = runner._graphs
+    steps, draws = (sum(x.calls for x in own.values()) for own in (graphs._graphs, graphs._draws))
+    assert steps == runner.passes - 1
+    assert (draws == steps) == (other is None)
+    assert not runner.rows.tokens[runner.rows.padding_row].any()
+
+
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_proposals_have_buckets_of_their_own(repeated, kv_dtype):
     """As many tokens a sequence as it can have proposals and one: what is fewer is padded, and stored nowhere."""
@@ -76,7 +109,7 @@ def test_proposals_have_buckets_of_their_own(repeated, kv_dtype):
     model, speculation = random_model("cpu"), NgramSpeculation(shortest=1, max_sequences=3)
     eager, llm = (LLM(model, **options, speculation=speculation) for _ in range(2))
     runner = llm._runner
-    runner._graphs = DecodeGraphs(runner._decode, runner.rows, 8, 1)
+    runner._graphs = DecodeGraphs(runner._decode, runner.rows, 8, 1, runner._draw)
     wide = functools.partial(runner._decode, queries=8)
     runner._speculative_graphs = DecodeGraphs(wide, runner.rows, 3, 1)
     prompts = [PROMPTS[0] * 2, *PROMPTS[:2]]

@@ -2,7 +2,7 @@
 
     python -m tests.mutants [NAME …] [--shard I/N] [--resume] [--state FILE] [--limit SECONDS]
 
-Each result is written to the state file at once; --resume takes what it has of the same sources from there. The
+Faults whose tests need a GPU of sm_90 are left out, and named, where there is none. Each result is written to the state file at once; --resume takes what it has of the same sources from there. The
 unmodified copy must pass the tests first. Ends with a table; exits 1 where a fault survives, or its tests neither
 pass nor fail (a time-out, an error), which --resume tries again.
 """
@@ -70,7 +70,13 @@ def main(given: Sequence[str]) -> int:
     if not named:
         print(f"no fault's name contains any of {options.names}")
         return 2
-    faults, state = shard_of(named, *options.shard), State(options.state)
+    faults = [f for f in shard_of(named, *options.shard) if running.can_run(f.tests)]
+    left_out = [f.name for f in shard_of(named, *options.shard) if not running.can_run(f.tests)]
+    if left_out:
+        print(f"need a GPU of sm_90, which is not here, and are left out: {', '.join(left_out)}")
+    if not faults:
+        return 2
+    state = State(options.state)
     outcomes: dict[str, Outcome] = {}
     passes: set[Tests] = set()
     for fault in faults:

@@ -49,12 +49,22 @@ def command(tests: Tests, folder: Path) -> list[str]:
     """pytest, which stops at the first failure; what is slow is not run: `make test` itself must notice."""
     marked = "interpreter and not slow" if tests.interpret and not tests.ranks else "not slow"
     pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.paths, "-m", marked]
+    pytest += ["-k", tests.keyword] if tests.keyword else []
     if tests.ranks:
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--nproc-per-node", str(tests.ranks)]
         logs = ["--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0:3"]
         return [*torchrun, *logs, *pytest]
     return [*pytest, "-n", "2"] if tests.interpret else pytest
+
+
+def can_run(tests: Tests) -> bool:
+    """Whether this machine has the GPU that the tests need."""
+    import torch
+
+    if not tests.needs_sm_90:
+        return True
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def run(tests: Tests, fault: Fault | None = None, limit_s: float = LIMIT_S) -> Outcome:

@@ -2,8 +2,8 @@
 
 A pass of n sequences runs in the graph of the smallest bucket that holds it, filled up with the padding row, which has
 no pages: what it would store is dropped, and it sees no key. Token ids, page tables and slots are looked up inside the
-graph, from `SequenceRows`; the host gives rows, positions and counts alone. Sampling stays outside: what it does depends
-on what the batch asks for. With speculation there are two of these: of one token a sequence, and of as many as it takes
+graph, from `SequenceRows`; the host gives rows, positions and counts alone. Draws that need nothing but a temperature are a
+second graph; others are made outside, since what they do depends on what the batch asks for. With speculation there are two of these: of one token a sequence, and of as many as it takes
 for all proposals that a sequence can have.
 """
 
@@ -32,29 +32,41 @@ class DecodeGraphs:
     first: the others fit into its memory.
 
     inputs: int64 (3, B): rows, positions of their first tokens, and how many tokens they have.
+    draw: None, or `draw(inputs, logits) -> tokens (B,)`, captured too.
 
     Raises:
         RuntimeError: torch's, where a capture fails.
     """
 
     def __init__(
-        self, run: Callable[[Tensor], Tensor], rows: SequenceRows, largest: int, smallest: int
-    ) -> None:
+        self, run: Callable[[Tensor], Tensor], rows: SequenceRows, largest: int, smallest: int,
+        draw: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         device = rows.device
         self._buckets = decode_buckets(largest, smallest)
         self._padding = torch.tensor([[rows.padding_row], [0], [1]], device=device)
         self._inputs = self._padding.repeat(1, largest)
         self._graphs: dict[int, CapturedStep[Tensor]] = {}
+        self._draws: dict[int, CapturedStep[Tensor]] = {}
+        self._count = self._size = 0  # of the last call
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         for size in reversed(self._buckets):
             inputs = self._inputs[:, :size]
             with torch.inference_mode():
-                self._graphs[size] = CapturedStep(lambda x=inputs: run(x), device, pool, stream)
+                graph = CapturedStep(lambda x=inputs: run(x), device, pool, stream)
+                self._graphs[size] = graph
+                if draw is not None:
+                    drawing = lambda x=inputs, logits=graph.result: draw(x, logits)  # noqa: E731
+                    self._draws[size] = CapturedStep(drawing, device, pool, stream)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Logits of these (3, n) and of the bucket's padding behind them; the next call overwrites them."""
-        count = inputs.shape[1]
-        size = self._buckets[bisect_left(self._buckets, count)]
+        self._count = count = inputs.shape[1]
+        self._size = size = self._buckets[bisect_left(self._buckets, count)]
         self._inputs[:, :count] = inputs
         self._inputs[:, count:size] = self._padding
         return self._graphs[size]()
+
+    def draw(self) -> Tensor:
+        """Tokens (n,) from the logits of the last call; the next one overwrites them."""
+        return self._draws[self._size]()[: self._count]

@@ -45,6 +45,11 @@ class CapturedStep(Generic[Result]):
             ):
                 self._result = run()
 
+    @property
+    def result(self) -> Result:
+        """What each call returns; before the first one its memory says nothing."""
+        return self._result
+
     def __call__(self) -> Result:
         self._graph.replay()
         return self._result

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch_fdattn.engine.decode_graphs import DecodeGraphs
 from torch_fdattn.engine.logprobs import TokenLogprobs, logprobs_of
 from torch_fdattn.engine.ngram_speculation import NgramSpeculation
 from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
-from torch_fdattn.engine.sampler import Constraints, SampleNeeds, sample
+from torch_fdattn.engine.sampler import PLAIN, Constraints, SampleNeeds, sample
 from torch_fdattn.engine.scheduler import Chunk, ScheduledStep
 from torch_fdattn.engine.sequence_rows import NO_PAGE, SequenceRows, to_device
 from torch_fdattn.engine.stats import weight_bytes
@@ -39,6 +40,7 @@ class Logits(NamedTuple):
     prompts: list[
         tuple[Chunk, Tensor]
     ]  # chunks that ask for their prompt's log-probabilities, and (tokens, vocab)
+    draw: Callable[[], Tensor] | None = None  # what `PLAIN` draws from these, captured
 
 
 class LaunchedStep(NamedTuple):
@@ -91,7 +93,8 @@ class ModelRunner:
         self._max_queries = 1 if speculation is None else 1 + speculation.max_tokens
         if cuda_graph:
             smallest = max_num_seqs if batch_invariant else 1
-            self._graphs = DecodeGraphs(self._decode, rows, max_num_seqs, smallest)
+            draw = self._draw if group is None else None
+            self._graphs = DecodeGraphs(self._decode, rows, max_num_seqs, smallest, draw)
         if cuda_graph and speculation is not None:
             decode = functools.partial(self._decode, queries=self._max_queries)
             largest = min(max_num_seqs, speculation.max_sequences)
@@ -103,7 +106,7 @@ class ModelRunner:
         self.rows.update(step)
         logits = self._forward(step)
         samples = [chunk for chunk in (*step.decodes, *step.prefills) if chunk.samples]
-        tokens, found, counts = self._sample(samples, logits.drawn_from, constraints)
+        tokens, found, counts = self._sample(samples, logits, constraints)
         prompts = [(chunk, self._prompt_logprobs(chunk, own)) for chunk, own in logits.prompts]
         event = None
         tokens, found = _to_host(tokens), None if found is None else _all_to_host(found)
@@ -146,19 +149,24 @@ class ModelRunner:
             check(*self._kv.waits_in, synchronize=False)
 
     def _sample(
-        self, samples: list[Chunk], logits: Tensor, constraints: Constraints
+        self, samples: list[Chunk], found: Logits, constraints: Constraints
     ) -> tuple[Tensor, TokenLogprobs | None, dict[int, int]]:
         if not samples:
             return torch.empty(0, dtype=torch.int64), None, {}
         draws = [(chunk, position) for chunk in samples for position in chunk.draw_positions]
         params = [chunk.sequence.params for chunk, _ in draws]
         positions = [position for _, position in draws]
-        row_ids, lengths = to_device([[chunk.row for chunk, _ in draws], positions], self._device)
+        logits = found.drawn_from
         needs = SampleNeeds.of(params, positions)
-        tokens = sample(logits, self.rows, row_ids, lengths, needs, constraints)
-        if self._group is not None:
-            dist.broadcast(tokens, group=self._group, group_src=0)
-        self.rows.tokens[row_ids, lengths] = tokens.clamp(min=0)
+        if found.draw is not None and needs.is_plain and constraints.is_empty:
+            tokens = found.draw()
+        else:
+            numbers = [[chunk.row for chunk, _ in draws], positions]
+            row_ids, lengths = to_device(numbers, self._device)
+            tokens = sample(logits, self.rows, row_ids, lengths, needs, constraints)
+            if self._group is not None:
+                dist.broadcast(tokens, group=self._group, group_src=0)
+            self.rows.tokens[row_ids, lengths] = tokens.clamp(min=0)
         counts = {i: x.logprobs for i, x in enumerate(params) if x.logprobs is not None}
         if not counts:
             return tokens, None, {}
@@ -184,7 +192,7 @@ class ModelRunner:
 
     def _pass(self, decodes: list[Chunk], prefills: list[Chunk]) -> Logits:
         if decodes and not prefills and not any(map(_asks_for_prompt, decodes)):
-            return Logits(self._decodes_alone(decodes), [])
+            return self._decodes_alone(decodes)
         chunks, queries = [*decodes, *prefills], _queries_of(decodes)
         tokens, step = self._inputs(decodes, prefills, queries)
         self.passes += 1
@@ -199,16 +207,17 @@ class ModelRunner:
         (drawing,) = to_device([drawing], self._device)
         return Logits(self.model.logits(hidden[drawing]), prompts)
 
-    def _decodes_alone(self, decodes: list[Chunk]) -> Tensor:
-        """Logits (n, vocab) of the draws of decodes."""
+    def _decodes_alone(self, decodes: list[Chunk]) -> Logits:
         numbers = [(x.row, x.start, x.count) for x in decodes]
         if self._batch_invariant:
             numbers += [(self.rows.padding_row, 0, 1)] * (self._max_num_seqs - len(numbers))
         self.passes += 1
         inputs = self._to_rows(numbers)
         queries = _queries_of(decodes)
-        graphs = self._graphs if queries == 1 else self._speculative_graphs
+        graphs, draw = self._graphs if queries == 1 else self._speculative_graphs, None
         if graphs is not None and self.replays_graphs:
+            if queries == 1 and self._group is None:
+                draw = graphs.draw
             queries = 1 if queries == 1 else self._max_queries
             logits = graphs(inputs)
         else:
@@ -219,8 +228,17 @@ class ModelRunner:
             i * queries + j for i, x in enumerate(decodes) for j in range(len(x.draw_positions))
         ]
         if len(drawing) == len(decodes) * queries:
-            return logits[: len(drawing)]
-        return logits[to_device([drawing], self._device)[0]]
+            return Logits(logits[: len(drawing)], [], draw)
+        return Logits(logits[to_device([drawing], self._device)[0]], [])
+
+    def _draw(self, inputs: Tensor, logits: Tensor) -> Tensor:
+        """Draws of `PLAIN`, (B,), from logits of `_decode(inputs)`, which are written to their rows."""
+        rows, starts, counts = inputs
+        lengths = starts + counts
+        tokens = sample(logits, self.rows, rows, lengths, PLAIN, Constraints())
+        written = tokens.clamp(min=0).where(rows != self.rows.padding_row, 0)
+        self.rows.tokens[rows, lengths] = written
+        return tokens
 
     def _decode(self, inputs: Tensor, queries: int = 1, table_width: int | None = None) -> Tensor:
         """Logits (B * queries, vocab) after tokens of B sequences; nothing here depends on values on the host.
@@ -305,9 +323,9 @@ def _asks_for_prompt(chunk: Chunk) -> bool:
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy that the host does not wait for."""
+    """A copy that the host does not wait for; x may be overwritten by the next step."""
     if x.device.type == "cpu":
-        return x
+        return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)
 

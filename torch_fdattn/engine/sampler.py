@@ -32,6 +32,11 @@ class SampleNeeds(NamedTuple):
     penalties: bool
     longest: int  # tokens of the longest sequence: how far penalties look
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a temperature is all: what `PLAIN` draws."""
+        return not (self.min_p or self.sorts or self.penalties)
+
     @classmethod
     def of(cls, params: list[SamplingParams], lengths: list[int]) -> SampleNeeds:
         draws = [x for x in params if x.temperature > 0]
@@ -39,6 +44,10 @@ class SampleNeeds(NamedTuple):
             bool(draws), any(x.min_p > 0 for x in draws),
             any(x.top_k > 0 or x.top_p < 1 for x in draws), any(x.has_penalties for x in params), max(lengths),
         )  # fmt: skip
+
+
+#: Draws at each row's temperature.
+PLAIN = SampleNeeds(draws=True, min_p=False, sorts=False, penalties=False, longest=0)
 
 
 class Constraints(NamedTuple):
@@ -51,6 +60,10 @@ class Constraints(NamedTuple):
     banned: tuple[Tensor, Tensor] | None = None
     allowed_rows: Tensor | None = None
     allowed: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.banned is None and self.allowed is None
 
 
 def sample(
@@ -113,9 +126,9 @@ def penalise(
 
 def constrain(logits: Tensor, constraints: Constraints) -> Tensor:
     """-inf for what may not be drawn."""
-    banned, allowed_rows, allowed = constraints
-    if banned is None and allowed is None:
+    if constraints.is_empty:
         return logits
+    banned, allowed_rows, allowed = constraints
     logits = logits.clone()
     if banned is not None:
         logits[banned] = HIDDEN

@@ -126,6 +126,8 @@ def shapes() -> Iterator[Call]:
     yield training("d64/window", qkv(d=64) | dict(window=(511, 0)))
     yield training("d64/softcap", qkv(d=64) | causal | dict(softcap=30.0))
     yield training("d256/alibi", qkv(d=256) | causal | dict(alibi_slopes=fp32(H)), "alibi_slopes")
+    yield training("d256/sinks", qkv(d=256) | causal | dict(sinks=new(H)), "sinks")
+    yield training("d64/alibi", qkv(d=64) | causal | dict(alibi_slopes=fp32(H)), "alibi_slopes")
     yield training("fp16", qkv(dtype=_FP16) | causal)
     for d in (64, 128, 256):
         yield training(f"fp32/d{d}", qkv(d=d, dtype=_FP32) | causal)

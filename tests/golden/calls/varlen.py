@@ -55,6 +55,7 @@ def calls() -> Iterator[Call]:
     )
     yield forward("positions", packed() | bounds | dict(window=(511, 0)))
     options = dict(softcap=30.0, alibi_slopes=fp32(B, H), sinks=new(H))
+    yield training("sinks", packed() | causal | dict(sinks=new(H)), "sinks")
     yield training("softcap+alibi+sinks", packed() | causal | options, "alibi_slopes", "sinks")
     mask = dict(attn_mask=new(H, 256, 256))
     yield training("mask/float", packed() | mask, "attn_mask")

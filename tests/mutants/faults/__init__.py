@@ -13,6 +13,7 @@ from tests.mutants.faults import (
     distributed,
     dropins,
     engine,
+    hopper,
     host,
     models,
     serving,
@@ -23,6 +24,6 @@ from tests.mutants.faults.fault import Fault, Tests
 __all__ = ["FAULTS", "Fault", "Tests"]
 
 FAULTS = (
-    *attention.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
+    *attention.FAULTS, *hopper.FAULTS, *caches.FAULTS, *host.FAULTS, *compiled.FAULTS, *distributed.FAULTS, *dropins.FAULTS,
     *engine.FAULTS, *models.FAULTS, *serving.FAULTS, *tuned.FAULTS,
 )  # fmt: skip

@@ -6,7 +6,6 @@ from tests.mutants.faults.fault import Fault
 from tests.mutants.faults.runs import (
     ATTENTION,
     EDGES,
-    HOPPER_BACKWARD,
     ORDER,
     ROWS,
     VARLEN,
@@ -36,10 +35,6 @@ FAULTS = (
         "striped positions without the rest", f"{_KERNELS}/tiles.py",
         "kv_start + index // kv_block * kv_stride + index % kv_block", "kv_start + index // kv_block * kv_stride",
         ATTENTION,
-    ),
-    Fault(
-        "a ring of barriers that no warp uses", f"{_KERNELS}/attention/hopper/backward/wide_slots.py",
-        "has_other_rows = has_rows", "has_other_rows = ring(1, GROUPS)", HOPPER_BACKWARD,
     ),
     Fault(
         "strided lengths read as contiguous", f"{_KERNELS}/launch.py",

@@ -1,9 +1,9 @@
-"""Faults in the engine's steps: what speculation keeps, computes and draws."""
+"""Faults in the engine's steps: what speculation keeps, computes and draws, and what captured draws are taken for."""
 
 from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
-from tests.mutants.faults.runs import SPECULATION
+from tests.mutants.faults.runs import DECODE_GRAPHS, SPECULATION
 
 _ENGINE = "torch_fdattn/engine"
 
@@ -42,5 +42,13 @@ FAULTS = (
         "min_tokens counted at a step's first draw", f"{_ENGINE}/step_constraints.py",
         "if position - sequence.prompt_length < params.min_tokens:",
         "if len(sequence.tokens) - sequence.prompt_length < params.min_tokens:", SPECULATION,
+    ),
+    Fault(
+        "captured draws where one asks for more", f"{_ENGINE}/runner.py",
+        "if found.draw is not None and needs.is_plain and constraints.is_empty:", "if found.draw is not None:", DECODE_GRAPHS,
+    ),
+    Fault(
+        "captured draws that no row is told of", f"{_ENGINE}/runner.py",
+        "self.rows.tokens[rows, lengths] = written", "pass", DECODE_GRAPHS,
     ),
 )  # fmt: skip

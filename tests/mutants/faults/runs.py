@@ -21,6 +21,22 @@ PREPARED = Tests(
 HOPPER_BACKWARD = Tests(
     "Hopper's backward, compiled", ("tests/compile_only/test_hopper_backward.py",)
 )
+HOPPER_ORDER = Tests(
+    "order of tiles in Hopper's backward", (f"{_OPS}/attention/test_hopper_backward_order.py",)
+)
+HOPPER_ON_GPU = Tests(
+    "Hopper's backward on a GPU",
+    (
+        f"{_OPS}/attention/test_hopper_backward.py",
+        f"{_OPS}/attention/test_hopper_backward_parameters.py",
+        f"{_OPS}/varlen_attention/test_varlen_hopper_backward.py",
+    ),
+    keyword=(
+        "test_against_the_oracle and dtype0 or test_same_bits_of_the_ordered_form or "
+        "test_slopes_of_all_sequences or test_tokens_of_no_sequence"
+    ),
+    needs_sm_90=True,
+)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 VARLEN = Tests(
     "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
@@ -100,6 +116,7 @@ INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpr
 TP_INFERENCE = Tests(
     "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
 )
+DECODE_GRAPHS = Tests("decode by graphs", ("tests/engine/test_decode_graphs.py",))
 SPECULATION = Tests(
     "speculation by n-grams",
     ("tests/engine/test_ngram_proposals.py", "tests/engine/test_ngram_speculation.py"),

@@ -3,10 +3,15 @@
 import pytest
 import torch
 
+import torch_fdattn
 from tests.ops.append_kv.cases import Expected, draw
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.reference import append_reference, append_to_slots
+from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import assert_launched, drawn_seeds, expected_path
+
+#: As `kernel.py` has it, which imports triton.
+MANY_SEQUENCES = 3 if INTERPRET else 1024
 
 
 @pytest.mark.interpreter
@@ -58,6 +63,30 @@ def test_tokens_copied_one_by_one_are_those_of_the_reference(k_dtype, cache_dtyp
         append_reference(Append(*caches[2:], *given))
         for found, expected in zip(caches[:2], caches[2:], strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("batch", [MANY_SEQUENCES, 1 + MANY_SEQUENCES * 3 // 2])
+def test_one_token_of_many_sequences(batch, kernel_device):
+    """A packed prefill's tokens, a page each: a tile has rows of several sequences."""
+    torch.manual_seed(batch)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float16, device=kernel_device)  # noqa: E731
+    k, v = make(batch, 2, 1, 24), make(batch, 2, 1, 16)
+    pages, slots = torch.randperm(batch + 9)[:batch].int(), torch.randint(0, 4, (batch,)).int()
+    pages[1] = -1  # padding, stored nowhere
+    new_lens = torch.ones(batch, dtype=torch.int32)
+    new_lens[2] = 0
+    defined = [torch.zeros(batch + 9, 2, 4, dims, dtype=torch.float16) for dims in (24, 16)]
+    found = [x.to(kernel_device) for x in defined]
+    moved = (x.to(kernel_device) for x in (pages[:, None], slots, new_lens))
+    table, kv_lens, own = moved
+    torch_fdattn.paged_append_kv(*found, table, k, v, kv_lens, own)
+    for i in range(batch):
+        if i not in (1, 2):
+            for cache, x in zip(defined, (k, v), strict=True):
+                cache[pages[i], :, slots[i]] = x[i, :, 0].cpu()
+    for cache, expected in zip(found, defined, strict=True):
+        assert torch.equal(cache.cpu(), expected)
 
 
 def _bits(x):

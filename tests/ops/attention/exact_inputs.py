@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_fdattn
+from torch_fdattn.ops.determinism import ordered
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.testing import attention_oracle
 
@@ -122,6 +123,8 @@ def exact_gradients(form: Form, sequences: list[Sequence], douts: list[Tensor]) 
         if out.requires_grad:
             grads = torch.autograd.grad(out, leaves, dout[None], materialize_grads=True)
         found.append([x[0] for x in grads])
+    if form.layout == "packed":
+        return [torch.cat(x, 1).transpose(0, 1) for x in zip(*found, strict=True)]
     dq, *of_keys = zip(*found, strict=True)
     return [torch.stack(dq), *(_padded(form, x, 0.0) for x in of_keys)]
 
@@ -147,11 +150,50 @@ def call_of(form: Form, sequences: list[Sequence], dtype: torch.dtype, **options
 
 def backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor], dtype: torch.dtype) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """A call of the raw backward, at SCALE."""
+    options = dict(window=form.window, scale=SCALE)
+    mask = Mask(window_left=form.window[0], window_right=form.window[1])
+    if form.layout == "packed":
+        q, k, v, where = _packed(form, sequences, dtype)
+        out, lse = torch_fdattn.varlen_attention(q, k, v, **where, **options)
+        dout = torch.cat(douts, 1).transpose(0, 1).to(dtype).contiguous()
+        state = dout, None, q, k, v, out, lse, *where.values()
+        return partial(torch.ops.fdattn.varlen_attention_backward, *state, *mask, SCALE, None)
     q, k, v, lens = _dense(form, sequences, dtype)
-    out, lse = torch_fdattn.attention(q, k, v, lens, window=form.window, scale=SCALE)
-    mask = Mask(lens, window_left=form.window[0], window_right=form.window[1])
-    dout = torch.stack(douts).to(dtype)
-    return partial(torch.ops.fdattn.attention_backward, dout, None, q, k, v, out, lse, *mask, SCALE, None)  # fmt: skip
+    out, lse = torch_fdattn.attention(q, k, v, lens, **options)
+    state = torch.stack(douts).to(dtype), None, q, k, v, out, lse
+    return partial(torch.ops.fdattn.attention_backward, *state, *mask._replace(kv_lens=lens), SCALE, None)  # fmt: skip
+
+
+def slopes_backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor], dtype: torch.dtype) -> Callable[[], tuple[Tensor, ...]]:  # fmt: skip
+    """The same of dense calls, with the gradient (H,) of ALiBi slopes, which are 0: scores are those without any."""
+    call = backward_of(form, sequences, douts, dtype)
+    state, options = call.args[:7], call.args[7:]
+    q = state[2]
+    slopes = q.new_zeros(q.shape[1], dtype=torch.float32)
+    given = *state, True, False, False, *options, 0.0, slopes
+    return lambda: torch.ops.fdattn.attention_backward_all(*given)[:4]
+
+
+def exact_slope_gradients(form: Form, sequences: list[Sequence], douts: list[Tensor]) -> Tensor:
+    """(H,), float32. dS are multiples of 2⁻⁸, and their products with distances of some hundred rows have 24 bits."""
+    found = []
+    for each, dout in zip(sequences, douts, strict=True):
+        slopes = dout.new_zeros(len(dout)).requires_grad_()
+        leaves = (x.detach()[None].requires_grad_() for x in each)
+        out = attention_oracle(*leaves, window=form.window, scale=SCALE, alibi_slopes=slopes)[0]
+        if out.requires_grad:
+            found.append(torch.autograd.grad(out, slopes, dout[None], materialize_grads=True)[0])
+    return torch.stack(found).sum(0).float()
+
+
+def in_order(call: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
+    """The same call, of a backward whose sums have one order."""
+
+    def ordered_call():
+        with ordered():
+            return call()
+
+    return ordered_call
 
 
 def sparse_gradients(sequences: list[Sequence]) -> list[Tensor]:

@@ -195,6 +195,26 @@ def test_packed_backwards(head_dim, tokens, sequences, kernel, monkeypatch) -> N
     assert dispatch.choose("backward", q, q, q, options, packed) == kernel
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "softcap", "is_packed", "wanted", "kernel"),
+    [
+        (128, 0.0, False, "sinks", "hopper"), (256, 0.0, False, "sinks", "hopper"), (64, 30.0, True, "sinks", "hopper"),
+        (128, 0.0, False, "alibi_slopes", "hopper"), (256, 0.0, False, "alibi_slopes", "triton"),
+        (128, 30.0, False, "alibi_slopes", "triton"), (64, 0.0, True, "alibi_slopes", "triton"),
+    ],
+)  # fmt: skip
+def test_gradients_of_parameters(head_dim, softcap, is_packed, wanted, kernel, monkeypatch) -> None:
+    """Those that Hopper's backward gives; else the portable kernels make all of the call's."""
+    q = torch.empty(1, 4, 5000, head_dim, dtype=torch.bfloat16)
+    monkeypatch.setattr(dispatch.library, "use_triton", lambda q: True)
+    monkeypatch.setattr(dispatch, "_rows", lambda *_: tuple(x for x in TABLE if "sm_90" in x.hardware and "backward" in x.directions))  # fmt: skip
+    packed = Packed(torch.zeros(5, dtype=torch.int32)) if is_packed else None
+    options = AttentionOptions(Mask(), 0.1, Scores(softcap, ANY, ANY))
+    asked = derivative_op.backward_kernel(q, q, q, q, options, Scores(**{wanted: ANY}), packed)
+    assert asked == kernel
+    assert derivative_op.backward_kernel(q, q, q, q, options, NO_SCORES, packed) == "hopper"
+
+
 def test_features() -> None:
     lens = torch.ones(1, dtype=torch.int32)
     mask, scores = Mask(lens, lens, None, 5, 0, 0, 0), Scores(1.0, ANY, ANY, ANY)

@@ -1,5 +1,7 @@
 """That inputs of `exact_inputs.py` have exact results: of the op on a CPU, and of a backward rounded as kernels round."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ from tests.ops.attention.exact_inputs import (
     call_of,
     exact,
     exact_gradients,
+    exact_slope_gradients,
     selecting,
+    slopes_backward_of,
     sparse_gradients,
 )
 from torch_fdattn.testing.oracle import visible_keys
@@ -25,6 +29,7 @@ FORMS = {
     "packed": Form((100, 0, 1, 64), (200, 5, 128, 30), (-1, 0), "packed"),
     "pages": Form((100, 0, 1, 64), (200, 5, 128, 64), (50, 0), "pages"),
 }
+WITH_BACKWARD = [name for name, form in FORMS.items() if form.layout != "pages"]
 DENSE = [name for name, form in FORMS.items() if form.layout in ("dense", "lengths")]
 HALF = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
@@ -66,8 +71,31 @@ def as_kernels_do(dout, q, k, v, out, lse, window):
     return [x.to(dtype) for x in grads]
 
 
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 4), (128, 1)])
 @pytest.mark.parametrize("form", DENSE)
+def test_gradients_of_slopes_are_exact(form):
+    """Of any order of sums: the products' absolute values have 24 bits together."""
+    form = FORMS[form]
+    sequences = selecting(form, 64, 4, 2, "cpu", largest=1)
+    douts = sparse_gradients(sequences)
+    expected, total = exact_slope_gradients(form, sequences, douts), 0.0
+    for (q, k, v), dout in zip(sequences, douts, strict=True):
+        k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+        seen = visible_keys(q.shape[1], k.shape[1], window=form.window)
+        p = (SCALE * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+        ds = p * (dout @ v.mT - (dout * (p @ v)).sum(-1, keepdim=True))
+        last = k.shape[1] - q.shape[1]
+        away = torch.arange(k.shape[1]) - torch.arange(last, last + q.shape[1])[:, None]
+        parts = ds * away.abs() * 2**8
+        assert torch.equal(parts, parts.round())
+        assert (parts.abs().sum((1, 2)) < 2**24).all()
+        total = total - parts.sum((1, 2)) / 2**8
+    assert torch.equal(total.float(), expected)
+    found = slopes_backward_of(form, sequences, douts, torch.float32)()[3]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 4), (128, 1)])
+@pytest.mark.parametrize("form", WITH_BACKWARD)
 @HALF
 def test_gradients_are_exact(dtype, form, head_dim, kv_heads):
     form = FORMS[form]
@@ -79,6 +107,15 @@ def test_gradients_are_exact(dtype, form, head_dim, kv_heads):
     for grad, right in zip(call(), expected, strict=True):
         torch.testing.assert_close(grad, right, rtol=1e-2, atol=1e-2)
     dout, _, q, k, v, out, lse = call.args[:7]
+    if form.layout == "packed":
+        ends, key_ends = ([0, *itertools.accumulate(x)] for x in (form.queries, form.keys))
+        for b in range(len(form.keys)):
+            own, keys = slice(*ends[b : b + 2]), slice(*key_ends[b : b + 2])
+            state = (x[part].transpose(0, 1) for x, part in ((dout, own), (q, own), (k, keys), (v, keys), (out, own)))  # fmt: skip
+            dq, dk, dv = as_kernels_do(*state, lse[:, own], form.window)
+            for grad, right, part in ((dq, expected[0], own), (dk, expected[1], keys), (dv, expected[2], keys)):  # fmt: skip
+                assert torch.equal(grad, right[part].transpose(0, 1))
+        return
     for b, keys in enumerate(form.keys):
         state = dout[b], q[b], k[b, :, :keys], v[b, :, :keys], out[b], lse[b]
         dq, dk, dv = as_kernels_do(*state, form.window)

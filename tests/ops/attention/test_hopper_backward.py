@@ -111,7 +111,7 @@ def test_other_head_dims(causal, head_dim):
 @pytest.mark.parametrize("mask", ["full", "causal", "lengths"])
 @pytest.mark.parametrize("feature", ["softcap", "ALiBi", "slopes of sequences", "sinks", "all"])
 def test_changed_scores(feature, mask, head_dim):
-    """Of q, k and v; gradients of slopes and sinks are not this kernel's."""
+    """Of q, k and v; those of slopes and sinks are `test_hopper_backward_parameters.py`'s."""
     q, k, v = (normal(2, h, n, head_dim) for h, n in ((4, 300), (2, 700), (2, 700)))
     options, lens = {}, [1, 517] if mask == "lengths" else None
     if feature in ("softcap", "all"):

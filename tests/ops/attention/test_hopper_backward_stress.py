@@ -10,8 +10,10 @@ from tests.ops.attention.exact_inputs import (
     Form,
     backward_of,
     exact_gradients,
+    exact_slope_gradients,
     normal,
     selecting,
+    slopes_backward_of,
     sparse_gradients,
 )
 from torch_fdattn.ops.library import launches
@@ -27,15 +29,21 @@ FORMS = {
     "causal, ragged": Form((900,) * 3, (1000,) * 3, (-1, 0)),
     "window": Form((1000,) * 3, (1000,) * 3, (300, 20)),
     "lengths": Form((700,) * 4, (1000, 0, 129, 513), (-1, 0), "lengths"),
+    "packed": Form((700, 0, 1, 900, 257), (1000, 5, 129, 900, 300), (-1, 0), "packed"),
 }
-HEADS, KERNEL = 12, "attention_backward/hopper"
-EACH_FORM = pytest.mark.parametrize("form", FORMS)
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
+HEADS, HEAD_DIMS = 12, (64, 128, 256)
+#: Packed sequences of wide heads are the portable kernel's.
+EACH_FORM = pytest.mark.parametrize(
+    ("form", "head_dim"), [(x, y) for x in FORMS for y in HEAD_DIMS if (x, y) != ("packed", 256)]
+)
+
+
+def kernel_of(form: Form) -> str:
+    return f"{'varlen_' if form.layout == 'packed' else ''}attention_backward/hopper"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 4])
-@HEAD_DIMS
 @EACH_FORM
 def test_a_thousand_exact_gradients(form, head_dim, kv_heads, dtype):
     """dQ too: sums without rounding are the same in any order."""
@@ -46,7 +54,22 @@ def test_a_thousand_exact_gradients(form, head_dim, kv_heads, dtype):
         expected = [x.to(dtype) for x in exact_gradients(form, sequences, douts)]
         assert all(x.any() for x in expected)
         calls.append(Checked(backward_of(form, sequences, douts, dtype), expected))
-    repeated(KERNEL, calls, 1000)
+    repeated(kernel_of(form), calls, 1000)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("form", [x for x in FORMS if x != "packed"])
+def test_exact_gradients_of_slopes(form, head_dim):
+    """With those of q, k and v: sums over all of a warp's keys and all blocks of queries, which rounds none of them."""
+    form, calls = FORMS[form], []
+    for _ in range(2):
+        sequences = selecting(form, head_dim, HEADS, HEADS // 4, "cuda", largest=1)
+        douts = sparse_gradients(sequences)
+        expected = [x.bfloat16() for x in exact_gradients(form, sequences, douts)]
+        expected.append(exact_slope_gradients(form, sequences, douts))
+        assert all(x.any() for x in expected)
+        calls.append(Checked(slopes_backward_of(form, sequences, douts, torch.bfloat16), expected))
+    repeated(kernel_of(form), calls, 200)
 
 
 def drawn(form: Form, head_dim: int):
@@ -59,14 +82,13 @@ def drawn(form: Form, head_dim: int):
     return backward_of(form, sequences, douts, torch.bfloat16), sequences, douts
 
 
-@HEAD_DIMS
 @EACH_FORM
 def test_same_bits_of_dk_and_dv(form, head_dim):
     call = drawn(FORMS[form], head_dim)[0]
     _, dk, dv = call()
     assert torch.isfinite(dk).all()
     assert torch.isfinite(dv).all()
-    repeated(KERNEL, [Checked(call, (None, dk, dv))], 100)
+    repeated(kernel_of(FORMS[form]), [Checked(call, (None, dk, dv))], 100)
 
 
 def dq_by_torch(form: Form, sequences, douts, dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +101,7 @@ def dq_by_torch(form: Form, sequences, douts, dtype: torch.dtype) -> torch.Tenso
     return torch.cat(found).double()
 
 
-@HEAD_DIMS
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("form", ["full, ragged", "causal", "window"])
 def test_each_dq_is_within_the_error_rule(form, head_dim):
     """Whatever the order in which tiles of keys add to it."""
@@ -90,21 +112,20 @@ def test_each_dq_is_within_the_error_rule(form, head_dim):
     launches.clear()
     for _ in range(100):
         check_close("dq", call()[0], exact, [error])
-    assert launches == {KERNEL: 100}
+    assert launches == {kernel_of(form): 100}
 
 
-@HEAD_DIMS
 @EACH_FORM
 def test_same_bits_of_all_gradients_where_they_are_asked_for(form, head_dim):
-    call = drawn(FORMS[form], head_dim)[0]
+    call, kernel = drawn(FORMS[form], head_dim)[0], kernel_of(FORMS[form])
     torch_fdattn.set_deterministic(True)
     try:
         launches.clear()
         first = call()
-        assert launches == {KERNEL: 1}
-        repeated(KERNEL, [Checked(call, first)], 100)
+        assert launches == {kernel: 1}
+        repeated(kernel, [Checked(call, first)], 100)
     finally:
         torch_fdattn.set_deterministic(False)
     launches.clear()
     call()
-    assert launches == {KERNEL: 1}
+    assert launches == {kernel: 1}

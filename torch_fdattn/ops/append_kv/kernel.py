@@ -1,7 +1,8 @@
 """Writing new keys and values into a cache in Triton, one launch: rope, rounding, paging.
 
 A program takes one head of K, of V or of q, and BLOCK_T of the new tokens of one sequence: a decode step has
-a program a row, a prefill tiles of 2048 elements. Rows of padding are skipped before their page is looked up.
+a program a row, a prefill tiles of 2048 elements. Where many sequences have one token each, as a packed prefill's tokens
+do, a tile's rows are of BLOCK_T sequences. Rows of padding are skipped before their page is looked up.
 
 Shapes: k, v (B, H_kv, T, D and DV), q (B, H, T, D); caches (B, H_kv, capacity, D and DV), or pages (P, H_kv,
 PAGE, D and DV) behind page_table (B, pages a sequence); scales (B or P, H_kv, capacity or PAGE); cos, sin
@@ -22,12 +23,14 @@ from torch_fdattn.launch.launches import Launch, run
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.rounding import encode
 from torch_fdattn.ops.launch import cdiv, padded
-from torch_fdattn.ops.library import launches
+from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.tiles import program_coordinates
 
 #: Elements of a tile where there are many tokens: 16 a thread, which with the rotation's operands take at most
 #: 72 registers on NVIDIA GPUs (more where strides are no multiples of 16 and nothing can be loaded at once).
 TILE = 2048
+#: Sequences of one token from which on a program takes several; fewer are sooner done with a program each.
+MANY_SEQUENCES = 3 if INTERPRET else 1024
 
 _FORMATS = {
     torch.float8_e4m3fn: "e4m3fn",
@@ -43,16 +46,23 @@ def _append_kernel(
     k_cache_strides, v_cache_strides, page_table_strides, k_strides, v_strides, kv_lens_strides,
     new_lens_strides, k_scale_strides, v_scale_strides, q_strides, cos_strides, sin_strides, positions_strides,
     tokens, capacity, page_count, page_size, table_positions, heads, kv_heads,
-    k_dim: tl.constexpr, v_dim: tl.constexpr, rotary_dim: tl.constexpr, FORMAT: tl.constexpr,
+    k_dim: tl.constexpr, v_dim: tl.constexpr, rotary_dim: tl.constexpr, FORMAT: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    # ACROSS: of as many sequences as `tokens` says, one token each.
     job, block, batch = program_coordinates(heads + 2 * kv_heads, tl.cdiv(tokens, BLOCK_T))
-    b = batch.to(tl.int64)
-    t = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    real = t < tokens
-    if new_lens_ptr is not None:
-        real = real & (t < tl.load(new_lens_ptr + b * new_lens_strides[0]))
-    slot = tl.load(kv_lens_ptr + b * kv_lens_strides[0]).to(tl.int64) + t
+    index = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    real = index < tokens
+    if ACROSS:
+        b, t = index, tl.zeros([BLOCK_T], tl.int64)
+        if new_lens_ptr is not None:
+            real = real & (tl.load(new_lens_ptr + b * new_lens_strides[0], mask=real, other=0) > 0)
+        slot = tl.load(kv_lens_ptr + b * kv_lens_strides[0], mask=real, other=0).to(tl.int64)
+    else:
+        b, t = batch.to(tl.int64), index
+        if new_lens_ptr is not None:
+            real = real & (t < tl.load(new_lens_ptr + b * new_lens_strides[0]))
+        slot = tl.load(kv_lens_ptr + b * kv_lens_strides[0]).to(tl.int64) + t
 
     # The angles of K's and q's rows.
     position = slot
@@ -161,6 +171,9 @@ def append_launches(call: Append) -> Iterator[Launch]:
         return
     launches["append_kv/triton"] += 1
     block_k, block_v = padded(k_dim), padded(v_dim)
+    across = tokens == 1 and batch >= MANY_SEQUENCES
+    if across:
+        tokens, batch = batch, 1
     block_t = 1 if tokens == 1 else TILE // max(block_k, block_v)
     views = _kernel_views(call)
     yield Launch(
@@ -168,7 +181,7 @@ def append_launches(call: Append) -> Iterator[Launch]:
         *views, *(None if x is None else x.stride() for x in views),
         tokens, call.capacity, call.k_cache.shape[0], call.k_cache.shape[2],
         1 if call.cos is None else call.cos.shape[0], heads, kv_heads,
-        k_dim, v_dim, call.rotary_dim, FORMAT=_FORMATS.get(call.k_cache.dtype, "cast"),
+        k_dim, v_dim, call.rotary_dim, FORMAT=_FORMATS.get(call.k_cache.dtype, "cast"), ACROSS=across,
         BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
 

@@ -197,16 +197,30 @@ def backward_launches(
                 num_warps=tile.num_warps, num_stages=tile.num_stages, also=found_in,
             )  # fmt: skip
     if score_grads.alibi_slopes is not None:
-        over = (0, 2) if score_grads.alibi_slopes.dim() == 1 else 2
-        rows = slope_rows[:, :, :q_len]
+        parts = slope_rows[:, :, :q_len]
         if packed is not None:
-            rows = slope_rows.new_empty(packed.sequences, heads, 1)
-            yield _sum_by_sequence(slope_rows, rows, packed, q_len)
-        score_grads.alibi_slopes.copy_(rows.sum(over, dtype=torch.float64))  # rows cancel
+            parts = slope_rows.new_empty(packed.sequences, heads, 1)
+            yield _sum_by_sequence(slope_rows, parts, packed, q_len)
+        copy_slope_gradient(score_grads.alibi_slopes, parts)
     if score_grads.sinks is not None:
-        if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
-            lse, q_len = lse2 * LN2.value, padded_len
-        score_grads.sinks.copy_(sink_gradient(scores.sinks, lse, delta[:, :, :q_len]))
+        copy_sink_gradient(score_grads.sinks, scores.sinks, lse, (lse2, delta), packed)
+
+
+def copy_slope_gradient(gradient: Tensor, parts: Tensor) -> None:
+    """gradient (H,) or (B, H) of parts (B, H, any number), which are summed in float64: they cancel."""
+    over = (0, 2) if gradient.dim() == 1 else 2
+    gradient.copy_(parts.sum(over, dtype=torch.float64))
+
+
+def copy_sink_gradient(
+    gradient: Tensor, sinks: Tensor, lse: Tensor, rows: tuple[Tensor, Tensor], packed: Packed | None
+) -> None:
+    """gradient (H,) of lse and of rows, (lse2, delta), which a launch has written."""
+    lse2, delta = rows
+    q_len = lse.shape[-1]
+    if packed is not None and q_len:  # in padded rows, as delta is; nobody's are 2e38
+        lse, q_len = lse2 * LN2.value, lse2.shape[2]
+    gradient.copy_(sink_gradient(sinks, lse, delta[:, :, :q_len]))
 
 
 def empty_rows(q: Tensor, packed: Packed | None = None) -> tuple[Tensor, Tensor]:

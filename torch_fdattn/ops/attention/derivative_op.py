@@ -97,15 +97,16 @@ def backward_kernel(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, score_grads: Scores,
     packed: Packed | None = None,
 ) -> str:  # fmt: skip
-    """Which computes a checked call; gradients of what modifies the scores are the portable kernels'.
+    """Which computes a checked call, with the gradients of what modifies its scores.
 
     Packed tensors here and below are by heads (`packed.by_heads`).
     """
     kernel = dispatch.choose("backward", q, k, v, options, packed)
     if kernel == "hopper":
+        from torch_fdattn.ops.attention.hopper.backward.launch import gives
         from torch_fdattn.ops.attention.hopper.launch import is_describable
 
-        if not is_describable(dout) or any(x is not None for x in score_grads[1:]):
+        if not is_describable(dout) or not gives(score_grads, q, options, packed):
             return "triton"
     return kernel
 
@@ -143,7 +144,7 @@ def state_launches(
         if is_aligned(dout, q, k, v):
             library.launches[call.label] += 1
             return hopper_backward_launches(
-                *state, options, *grads, (lse2, delta), sums, counter, turns, packed
+                *state, options, *grads, (lse2, delta), sums, counter, turns, packed, score_grads
             )
     from torch_fdattn.ops.attention.backward import backward_launches
 

@@ -34,6 +34,16 @@ def thread_sums(weights, N: gl.constexpr):
 
 
 @gluon.jit
+def thread_sum(x):
+    """(4, 8, 4): of each warp and thread the sum of what it holds of (64, N).
+
+    Thread 4 r + c of warp w has rows 16 w + r and 16 w + r + 8, of every eight columns 2 c and 2 c + 1.
+    """
+    parts = x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(gl.sum(parts, 5), 3), 1)
+
+
+@gluon.jit
 def split_columns(x):
     """(64, N / 8, 8): of which a thread has all eights, and two of each."""
     return x.reshape([ROWS, x.shape[1] // 8, 8])

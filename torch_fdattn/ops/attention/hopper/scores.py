@@ -99,7 +99,7 @@ class Scores:
     @gluon.jit
     def biased(self, scores, slope, row, first_key):
         if self.slopes is not None:
-            scores -= slope * gl.abs(_distances(scores, row - first_key))
+            scores -= slope * gl.abs(distances(scores, row - first_key))
         return scores
 
     @gluon.jit
@@ -141,7 +141,7 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _distances(scores, row):
+def distances(scores, row):
     """Position of a key less that of a row, of rows from `row` on and keys from 0 on.
 
     A thread's columns are 8 apart: all but one conversion to floating point are the compiler's.
@@ -159,5 +159,5 @@ def _distances(scores, row):
     unit = gl.arange(0, 8, layout=units).to(gl.float32)
     eight = (gl.arange(0, N // 8, layout=eights) * 8).to(gl.float32)
     near = gl.expand_dims(gl.expand_dims(unit, 0), 1) - gl.expand_dims(gl.expand_dims(rows, 1), 2)
-    distances = near + gl.expand_dims(gl.expand_dims(eight, 0), 2)
-    return gl.convert_layout(distances.reshape([ROWS, N]), scores.type.layout, assert_trivial=True)
+    found = near + gl.expand_dims(gl.expand_dims(eight, 0), 2)
+    return gl.convert_layout(found.reshape([ROWS, N]), scores.type.layout, assert_trivial=True)

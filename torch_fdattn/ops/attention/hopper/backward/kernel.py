@@ -5,9 +5,11 @@ dV += Pᵀ dO and dK += dSᵀ Q. dSᵀ goes to shared memory too, of both warp g
 that no warp group waits for the other: each makes half of dQ's columns, which the storing warp (`storing.py`) adds to
 float32 sums in memory, as those of other programs do (`sums.py`).
 
+Where ALiBi's slopes want a gradient, -Σ dS · distance, each warp of a tile leaves its part of each head's in `slope_sums`.
+
 Shapes: q, dout (B, H, M, D), k, v, dk, dv (B, H_kv, N, D), by descriptors of four dims; lse2 and delta: fp32 of all rows, each
-head's padded, and each packed sequence's; sums: fp32, as many rows, in rows of 256 numbers. D is 64 or 128; bfloat16 or
-float16.
+head's padded, and each packed sequence's; sums: fp32, as many rows, in rows of 256 numbers; slope_sums: fp32
+(B, H, tiles of keys, warp groups, warps). D is 64 or 128; bfloat16 or float16.
 
 A block of queries of a packed sequence may end with rows of the next one, whatever these hold: NaN as well. They are zeros
 in shared memory, and see no key.
@@ -34,11 +36,13 @@ from torch_fdattn.ops.attention.hopper.backward.slots import (
 )
 from torch_fdattn.ops.attention.hopper.backward.storing import hand_over, store_sums
 from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
-from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
+from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, key_blocks
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
-from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
-from torch_fdattn.ops.attention.hopper.scores import Scores
+from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows, thread_sum
+from torch_fdattn.ops.attention.hopper.scores import Scores, distances
 from torch_fdattn.ops.attention.hopper.tiles import Call
+
+WARPS = gl.constexpr(4)  #: of a warp group
 
 
 @gluon.jit(do_not_specialize=[
@@ -49,7 +53,7 @@ def attention_backward_kernel(
     q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter, turns,
     kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
     q_len, capacity, sequences, kv_heads, group, section, left, right,
-    scale, softcap, slopes, slope_of_sequence, slope_of_head,
+    scale, softcap, slopes, slope_of_sequence, slope_of_head, slope_sums,
     SUBS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = GROUPS * SUBS * ROWS
@@ -59,28 +63,33 @@ def attention_backward_kernel(
     slots = slots_of(q_blocks, lse2, sums, SUBS, cu_seqlens_q is not None)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 0)),
-        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, call, changes, RAGGED, 1)),
+        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 0)),
+        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 1)),
         (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call, turns is not None)),
         (store_sums, (slots, sums, turns, call)),
     ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 @gluon.jit
-def _multiply(slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _multiply(
+    slots, dk_blocks, dv_blocks, dk_out, dv_out, slope_sums, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
     """Of a warp group: SUBS blocks of 64 keys of each tile."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
     tile = next_tile(slots, turn, call, ONE_OF_GROUP)
     while tile.end > 0:
-        step = _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED, GROUP)  # fmt: skip
+        step = _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, slope_sums, call, changes, RAGGED, GROUP)  # fmt: skip
         turn += 1
         tile = next_tile(slots, turn, call, ONE_OF_GROUP)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, changes, RAGGED: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _sweep(
+    tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, slope_sums, call, changes, RAGGED: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
     """A tile: all blocks of queries that see its keys, of all heads of the group. Returns the number of the step after."""
     D: gl.constexpr = slots.q.shape[4]
     SUBS: gl.constexpr = slots.SUBS
@@ -108,12 +117,18 @@ def _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, 
     unit = changes.unit(changes.scale)
     for member in range(call.group):
         slope = changes.slope_of(tile.sequence, first_head + member, unit)
+        slope_sum = gl.to_tensor(0.0)
+        if slope_sums is not None:
+            SCORES: gl.constexpr = scores.type.layout
+            slope_sum = thread_sum(gl.zeros([ROWS, QUERIES], gl.float32, SCORES))
         for i in range(count):
             here = tile.begin + i
             more = (member + 1 < call.group) | (i + 1 < count)
             later = (member > 0) | (i > 0)
-            scores, dk, dv = _step(scores, dk, dv, step, here, more, later, tile, slots, call, changes, slope, RAGGED, GROUP)  # fmt: skip
+            scores, dk, dv, slope_sum = _step(scores, dk, dv, slope_sum, step, here, more, later, tile, slots, call, changes, slope, RAGGED, GROUP)  # fmt: skip
             step += 1
+        if slope_sums is not None:
+            _store_slope_sum(slope_sum, slope_sums, tile, first_head + member, call, GROUP)
     slots.has_values.release(place_of(turn, 1))
 
     last = place_of(step - 1, SLOTS)
@@ -135,7 +150,7 @@ def _sweep(tile, turn, step, slots, dk_blocks, dv_blocks, dk_out, dv_out, call, 
 
 @gluon.jit
 def _step(
-    scores, dk, dv, step, here, more, later, tile, slots, call, changes, slope, RAGGED: gl.constexpr,
+    scores, dk, dv, slope_sum, step, here, more, later, tile, slots, call, changes, slope, RAGGED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """A block of queries, `here`, whose scores are there; dQ of the step before; and the scores of the next one.
@@ -163,10 +178,10 @@ def _step(
         dp = product(slots.v, own + unknown, slots.dout, place.slot)
         capped = changes.capped(scores, changes.scale)
         # Distances are the same with keys as rows.
-        scores = changes.biased(
-            capped, slope, tile.first + own * ROWS, here * QUERIES + tile.offset
-        )
-        scores = hide(scores, tile.first + own * ROWS, here * QUERIES, tile, call, RAGGED, True)
+        key = tile.first + own * ROWS
+        position = here * QUERIES + tile.offset
+        scores = changes.biased(capped, slope, key, position)
+        scores = hide(scores, key, here * QUERIES, tile, call, RAGGED, True)
         lse2 = slots.lse2.index(place.slot).load(gl.SliceLayout(0, SCORES))
         p = gl.exp2(scores * changes.unit(changes.scale) - gl.expand_dims(lse2, 0))
         # ptxas moves instructions within a basic block only, and would put the wait for dP before most exponentials.
@@ -182,13 +197,19 @@ def _step(
         delta = slots.delta.index(place.slot).load(gl.SliceLayout(0, SCORES))
         dp = warpgroup_mma_wait(0, deps=(dp,))
         added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
-        dscores = (p * (dp - gl.expand_dims(delta, 0))).to(slots.q.dtype)
+        exact_dscores = p * (dp - gl.expand_dims(delta, 0))
+        dscores = exact_dscores.to(slots.q.dtype)
         slots.dscores.index(place.slot * GROUPS * SUBS + own + unknown).store(dscores)
         fence_async_shared()
         if sub == SUBS - 1:
             slots.has_dscores.hand_over(place)
         operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
         also_added = warpgroup_mma(operand, q, dk[sub], is_async=True)
+        if slope_sum.type.is_block():
+            # Plus 0, which ptxas does not know either: distances are computed anew, for there is no room to keep them.
+            zero = gl.minimum(step, unknown)
+            away = gl.abs(distances(exact_dscores, key - position + zero))
+            slope_sum -= thread_sum(exact_dscores * away)
         if sub < SUBS - 1:
             scores = product(slots.k, own + 1 + unknown, slots.q, place.slot)
             scores, added, also_added, p_operand, operand = warpgroup_mma_wait(
@@ -212,7 +233,17 @@ def _step(
         slots.has_dscores.release(place_of(step - 1, SLOTS))
         hand_over(dq, slots, step - 1, GROUP)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    return scores, dk, dv
+    return scores, dk, dv, slope_sum
+
+
+@gluon.jit
+def _store_slope_sum(slope_sum, slope_sums, tile, head, call, GROUP: gl.constexpr):
+    """Of a warp group's keys of a tile, and a query head: a number of each warp."""
+    found = gl.sum(gl.sum(slope_sum, 2), 1)
+    heads = call.heads * call.group
+    row = (tile.sequence * heads + head) * key_blocks(call) + tile.first // call.KEYS
+    warps = gl.arange(0, WARPS, layout=found.type.layout)
+    gl.store(slope_sums + (row.to(gl.int64) * GROUPS + GROUP) * WARPS + warps, found)
 
 
 @gluon.jit

@@ -11,12 +11,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
+from torch_fdattn.ops.attention.backward import copy_sink_gradient, copy_slope_gradient
 from torch_fdattn.ops.attention.backward_rows import PADDING
-from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward_kernel
+from torch_fdattn.ops.attention.hopper.backward.kernel import WARPS, attention_backward_kernel
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
-from torch_fdattn.ops.attention.hopper.backward.wide_launch import wide_launches
+from torch_fdattn.ops.attention.hopper.backward.wide_launch import WIDE_HEAD_DIM, wide_launches
 from torch_fdattn.ops.attention.hopper.launch import (
     described,
     section,
@@ -27,6 +28,7 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, kernel_arguments
+from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: That the sweep over keys computes with; what is between is filled up with zeros by the copies that load it.
 HEAD_DIMS = (64, 128)
@@ -42,6 +44,16 @@ def takes(
         and (packed is None or _takes_packed(q, packed))
         and forward_takes(q, k, v, options, packed)
     )
+
+
+def gives(score_grads: Scores, q: Tensor, options: AttentionOptions, packed: Packed | None) -> bool:
+    """Whether these gradients of what modifies scores come with those of q, k and v, of a call that `takes` takes.
+
+    Sinks' are sums over rows. Slopes' are of dS as it is before the cap's derivative, which no registers are left for.
+    """
+    if score_grads.alibi_slopes is None:
+        return True
+    return q.shape[3] <= HEAD_DIMS[-1] and options.scores.softcap == 0.0 and packed is None
 
 
 def _takes_packed(q: Tensor, packed: Packed) -> bool:
@@ -67,7 +79,7 @@ def zero_turns(q: Tensor, padded_len: int) -> Tensor | None:
 
 
 def _dim(head_dim: int) -> int:
-    return next(x for x in HEAD_DIMS if head_dim <= x)
+    return next(x for x in (*HEAD_DIMS, WIDE_HEAD_DIM) if head_dim <= x)
 
 
 def subs_of(head_dim: int) -> int:
@@ -79,6 +91,7 @@ def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor],
     sums: Tensor | None, counter: Tensor, turns: Tensor | None = None, packed: Packed | None = None,
+    score_grads: Scores = NO_SCORES,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
@@ -88,23 +101,41 @@ def hopper_backward_launches(
     turns: `zero_turns`, for the same bits on every run; None: the order in which tiles of keys add to dQ is not fixed, but
     above head dim 128.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
+    score_grads: as in `backward_launches`, of those that `gives` knows; torch sums them behind the launches.
     """
-    batch, heads, q_len, head_dim = q.shape
+    yield terms_launch(dout, dlse, out, lse, rows, _dim(q.shape[3]), kernel_arguments(packed, k))
     if sums is None:
         assert packed is None
-        yield from wide_launches(dout, dlse, q, k, v, out, lse, options, dq, dk, dv, rows, counter)
-        return
+        yield from wide_launches(dout, q, k, v, options, dq, dk, dv, rows, counter)
+    else:
+        yield from _sweep(
+            dout, q, k, v, options, dq, dk, dv, rows, sums, counter, turns, packed, score_grads.alibi_slopes,
+        )  # fmt: skip
+    if score_grads.sinks is not None:
+        copy_sink_gradient(score_grads.sinks, options.scores.sinks, lse, rows, packed)
+
+
+def _sweep(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor,
+    rows: tuple[Tensor, Tensor], sums: Tensor, counter: Tensor, turns: Tensor | None, packed: Packed | None,
+    dslopes: Tensor | None,
+) -> Iterator[Launch]:  # fmt: skip
+    """Up to head dim 128."""
+    batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
     dim = _dim(head_dim)
     padded_len = rows[0].shape[2]
-    yield terms_launch(dout, dlse, out, lse, rows, dim, kernel_arguments(packed, k))
     subs = subs_of(head_dim)
     keys = GROUPS.value * subs * ROWS.value
     blocks, sequences, begins = cdiv(capacity, keys) * batch, batch, (None, None)
     if packed is not None:
         blocks, sequences = packed.blocks(capacity, keys), packed.sequences
         begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
+    slope_sums = None
+    if dslopes is not None:
+        parts = cdiv(capacity, keys) * GROUPS.value * WARPS.value
+        slope_sums = q.new_empty((batch, heads, parts), dtype=torch.float32)
     block = [1, 1, ROWS.value, dim]
     # Of a head's section: Q, dO and the sums of dQ.
     read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
@@ -113,7 +144,7 @@ def hopper_backward_launches(
         *(described(x, block) for x in (q, k, v, dout)), *map(described_terms, rows), _lines(sums),
         described(dk, block), described(dv, block), dk, dv, counter, turns, *mask[:3], *begins, q_len, capacity, sequences, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
-        scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences),
+        scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences), slope_sums,
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
         RAGGED=packed is not None or mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
     )  # fmt: skip
@@ -122,6 +153,8 @@ def hopper_backward_launches(
         sums, dq, dq.stride(), heads, q_len, padded_len, scale, sequences, begins[0],
         HEAD_DIM=head_dim, ROWS=QUERIES.value, COLUMNS=dim, GROUPS=GROUPS.value,
     )  # fmt: skip
+    if dslopes is not None:
+        copy_slope_gradient(dslopes, slope_sums)
 
 
 def _lines(sums: Tensor) -> TensorDescriptor:

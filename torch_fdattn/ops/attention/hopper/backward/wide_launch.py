@@ -1,4 +1,4 @@
-"""The launches of Hopper's backward for head dims above 128: terms of rows, and one for each gradient (`wide.py`)."""
+"""The launches of Hopper's backward for head dims above 128: one for each gradient (`wide.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
-from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
+from torch_fdattn.ops.attention.hopper.backward.terms import described_terms
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
 from torch_fdattn.ops.attention.hopper.backward.wide import attention_gradient_kernel
 from torch_fdattn.ops.attention.hopper.launch import described, section, strides_of
@@ -16,15 +16,14 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 
-HEAD_DIM = 256
+WIDE_HEAD_DIM = 256
 
 
 def wide_launches(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor], counter: Tensor,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor,
+    rows: tuple[Tensor, Tensor], counter: Tensor,
 ) -> Iterator[Launch]:  # fmt: skip
-    """As `hopper_backward_launches`, without sums: in one order."""
-    yield terms_launch(dout, dlse, out, lse, rows, HEAD_DIM)
+    """As `hopper_backward_launches`, behind the terms of rows: without sums, in one order."""
     made = options, rows, counter, q.shape[2], k.shape
     yield _launch("dv", (k, v), (q, dout), dv, *made)
     yield _launch("dk", (k, v), (q, dout), dk, *made)
@@ -44,7 +43,7 @@ def _launch(
     of_queries = gradient == "dq"
     # Heads of a section read the columns of one KV head, or each those of its group.
     sections = (batch * heads, group, 2 * columns) if of_queries else (batch * heads, 1, 2 * group * columns)  # fmt: skip
-    block = [1, 1, ROWS.value, HEAD_DIM]
+    block = [1, 1, ROWS.value, WIDE_HEAD_DIM]
     keys = QUERIES.value if of_queries else own
     return Launch(
         attention_gradient_kernel, min(cdiv(length, own) * batch * heads, num_sms(out.device)),
