@@ -70,7 +70,7 @@ def test_speculation_spares_steps(model, tokenizer, device):
     [
         (50, {}), (10, {"max_num_seqs": 1}), (50, {"pages": 24}), (50, {"page_size": 7, "max_batch_tokens": 64}),
         *((10, {"max_batch_tokens": n}) for n in (1, 2, 3, 5, 11)),
-        (10, {"batch_invariant": True, "max_num_seqs": 8, "max_batch_tokens": 40}),
+        (10, {"batch_invariant": True, "max_num_seqs": 8, "max_batch_tokens": 12}),
     ],
     ids=str,
 )  # fmt: skip

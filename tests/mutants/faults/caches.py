@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "32-bit offsets of caches", f"{_KERNELS}/append_kv/kernel.py",
-        "b = batch.to(tl.int64)", "b = batch", APPEND,
+        "b, t = batch.to(tl.int64), index", "b, t = batch, index", APPEND,
     ),
     Fault(
         "ties away from even", f"{_KERNELS}/append_kv/rounding.py",
