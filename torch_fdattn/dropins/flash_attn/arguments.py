@@ -74,6 +74,8 @@ def _scale(softmax_scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     softmax_scale = checks.number("softmax_scale", softmax_scale)
     checks.expect_convertible("softmax_scale", softmax_scale)
+    if type(softmax_scale) is int:
+        softmax_scale = float(softmax_scale)  # the dispatcher takes no more than 64 bits
     if not 1e-37 <= softmax_scale <= 1e37:  # as `checks.check_scale`
         raise ValueError(
             f"softmax_scale must be a positive finite number or None, got {softmax_scale}"
@@ -94,7 +96,11 @@ def _window(window_size: Sequence[int]) -> tuple[int, int]:
 
 def _softcap(softcap: float) -> float:
     checks.expect_convertible("softcap", softcap)
-    return softcap if softcap > 0 else 0
+    if type(softcap) is int:
+        softcap = float(softcap)
+    if softcap != softcap:
+        raise ValueError("softcap must be a positive number, or 0 or less for none, got nan")
+    return softcap if softcap > 0 else 0.0
 
 
 def _slopes(alibi_slopes: Tensor | None, batch: int, q: Tensor) -> Tensor | None:
@@ -151,13 +157,15 @@ def expect_rank(name: str, x: object, rank: int, dims: str | None = None) -> Non
         )
 
 
-def expect_int32(name: str, x: object, shape: tuple[int, ...], like: str, q: Tensor) -> None:
+def expect_int32(
+    name: str, x: object, shape: tuple[int, ...], like: str, q: Tensor, q_name: str = "q"
+) -> None:
     """An int32 tensor of this shape on q's device."""
     checks.expect_tensor(name, x)
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}")
     checks.expect_shape(name, x, shape, like)
-    checks.expect_device(name, x, q.device, "q")
+    checks.expect_device(name, x, q.device, q_name)
 
 
 def expect_pages(name: str, table: object, batch: int | None, k: Tensor, q: Tensor) -> None:
@@ -187,6 +195,20 @@ def backward_order(deterministic: bool) -> AbstractContextManager[None]:
             "call torch_fdattn.set_deterministic(True) outside of it, which graphs follow"
         )
     return ordered()
+
+
+def expect_longest(**named: object) -> None:
+    """The longest lengths: ints, or tensors of no dimension, such as cu_seqlens.diff().max(), which are not read."""
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            if value.dim() or value.dtype not in (torch.int32, torch.int64):
+                raise TypeError(
+                    f"{name} must be an int, or a tensor of one, got {value.dtype} of shape {tuple(value.shape)}"
+                )
+            continue
+        checks.expect_int64(**{name: value})
+        if not torch.compiler.is_compiling() and value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 def refuse(where: str, **named: object) -> None:

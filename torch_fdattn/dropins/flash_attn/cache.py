@@ -40,6 +40,7 @@ class Cache(NamedTuple):
     lens: Tensor | None  # int32 (B,), of keys that are there; None: all
     leftpad: Tensor | None  # int32 (B,), of the first keys, which are hidden
     length: int | None = None  # of every sequence, where the caller gave one number
+    table_name: str = "block_table"
 
     @property
     def capacity(self) -> int:
@@ -69,6 +70,8 @@ def checked_cache(
     """The cache of a call of `batch` sequences; a table of pages is given by this name."""
     like, length = "the sequences of q", None
     if type(lens) is int:
+        if not 0 <= lens < 2**31:
+            raise ValueError(f"cache_seqlens must be an int32 of 0 or more, got {lens}")
         length, lens = lens, torch.full((batch,), lens, dtype=torch.int32, device=q.device)
     if lens is not None:
         if not isinstance(lens, Tensor):
@@ -81,7 +84,7 @@ def checked_cache(
     if batch_idx is not None:
         expect_int32("cache_batch_idx", batch_idx, (batch,), like, q)
         if table is None:
-            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad, length)
+            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad, length, table_name)
         expect_pages(table_name, table, None, k_cache, q)
         table = table[batch_idx]
     elif table is not None:
@@ -92,7 +95,7 @@ def checked_cache(
         )
     else:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    return Cache(k_cache, v_cache, table, lens, leftpad, length)
+    return Cache(k_cache, v_cache, table, lens, leftpad, length, table_name)
 
 
 def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -149,7 +152,7 @@ def _check_capacity(cache: Cache, new: int | Tensor) -> None:
     if int(lens.min()) < 0 or int(ends.max()) > cache.capacity:
         raise ValueError(
             f"cache_seqlens must lie in [0, {cache.capacity}] with the new tokens, in a cache of {cache.capacity} "
-            f"positions (those of block_table where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
+            f"positions (those of {cache.table_name} where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
         )
 
 
