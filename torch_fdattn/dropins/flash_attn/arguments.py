@@ -168,6 +168,13 @@ def expect_int32(
     checks.expect_device(name, x, q.device, q_name)
 
 
+def host_values(x: Tensor) -> list[int] | None:
+    """What an index tensor holds, where a look waits for no device or TORCH_FDATTN_CHECK=1 asks for one."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.numel():
+        return None
+    return x.tolist() if x.is_cpu or checks.readable(x) else None
+
+
 def expect_pages(name: str, table: object, batch: int | None, k: Tensor, q: Tensor) -> None:
     """A page table int32 (batch, pages a sequence) over k (pages, page, heads, head_dim); None: of any batch."""
     checks.expect_tensor(name, table)
@@ -181,6 +188,19 @@ def expect_pages(name: str, table: object, batch: int | None, k: Tensor, q: Tens
     if k.shape[1] < 1:
         raise ValueError(
             f"the pages behind {name} must hold at least one token (dimension 1 of k), got 0"
+        )
+
+
+def expect_used_pages(name: str, table: Tensor, lens: Tensor, k: Tensor) -> None:
+    """Where values can be read: pages that are there, as far as each sequence's keys reach. Kernels read no others."""
+    rows, lens = host_values(table), host_values(lens)
+    if rows is None or lens is None:
+        return
+    pages, page = k.shape[:2]
+    used = [row[: -(-n // page)] for row, n in zip(rows, lens, strict=True)]
+    if not all(0 <= x < pages for row in used for x in row):
+        raise ValueError(
+            f"{name} must hold numbers in [0, {pages}), the pages of k, where a sequence has keys, got {used}"
         )
 
 

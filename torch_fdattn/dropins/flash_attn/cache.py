@@ -17,6 +17,8 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     expect_int32,
     expect_pages,
     expect_rank,
+    expect_used_pages,
+    host_values,
 )
 from torch_fdattn.dropins.flash_attn.rotation import Rotation, check_rotation, rotate_at
 from torch_fdattn.functional import (
@@ -83,6 +85,12 @@ def checked_cache(
         expect_int32("cache_leftpad", leftpad, (batch,), like, q)
     if batch_idx is not None:
         expect_int32("cache_batch_idx", batch_idx, (batch,), like, q)
+        rows = (k_cache if table is None else table).shape[0]
+        values = host_values(batch_idx)
+        if values is not None and not all(0 <= x < rows for x in values):
+            raise ValueError(
+                f"cache_batch_idx must lie in [0, {rows}), the rows of the cache, got {values}"
+            )
         if table is None:
             return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad, length, table_name)
         expect_pages(table_name, table, None, k_cache, q)
@@ -154,6 +162,8 @@ def _check_capacity(cache: Cache, new: int | Tensor) -> None:
             f"cache_seqlens must lie in [0, {cache.capacity}] with the new tokens, in a cache of {cache.capacity} "
             f"positions (those of {cache.table_name} where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
         )
+    if cache.table is not None:
+        expect_used_pages(cache.table_name, cache.table, ends.expand(len(cache.table)), cache.k)
 
 
 def _append_and_attend(call: CacheCall) -> tuple[Tensor, Tensor]:

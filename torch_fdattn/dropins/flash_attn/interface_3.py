@@ -24,7 +24,12 @@ from torch_fdattn.dropins.flash_attn.arguments import (
 from torch_fdattn.dropins.flash_attn.cache import CacheCall, checked_cache, places, run_over_cache
 from torch_fdattn.dropins.flash_attn.functions import OF_QKV, attend_dense, check_dense, unpacked
 from torch_fdattn.dropins.flash_attn.rotation import Rotation
-from torch_fdattn.dropins.flash_attn.varlen import attend_varlen, check_begins, check_varlen
+from torch_fdattn.dropins.flash_attn.varlen import (
+    attend_varlen,
+    check_begins,
+    check_varlen,
+    expect_growing,
+)
 from torch_fdattn.functional import merge_states
 
 __all__ = [
@@ -235,6 +240,8 @@ def flash_attn_with_kvcache(
             expect_int32(
                 name, given, (batch + (name == "cu_seqlens_k_new"),), "the sequences of q", q
             )
+    if cu_seqlens_k_new is not None and isinstance(k, Tensor) and k.dim():
+        expect_growing("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0])
     rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     packed = cu_seqlens_q, cu_seqlens_k_new
     out, lse = run_over_cache(CacheCall(q, cache, k, v, rotation, options, sinks, *packed))

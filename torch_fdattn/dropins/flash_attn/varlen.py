@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     expect_longest,
     expect_pages,
     expect_rank,
+    expect_used_pages,
+    host_values,
     raises_runtime_errors,
     score_options,
 )
@@ -84,6 +87,12 @@ def _run(
         if cu_seqlens_k is None:
             raise TypeError("cu_seqlens_k must be a torch.Tensor, got NoneType")
         kv_lens = cu_seqlens_k.diff()
+        capacity, lens = block_table.shape[1] * k.shape[1], host_values(kv_lens)
+        if lens is not None and max(lens) > capacity:
+            raise ValueError(
+                f"cu_seqlens_k must give each sequence at most the {capacity} tokens of block_table, got lengths {lens}"
+            )
+        expect_used_pages("block_table", block_table, kv_lens, k)
         if seed is not None:
             raise NotImplementedError(
                 "return_attn_probs with dropout_p must be False with block_table, got True"
@@ -161,6 +170,7 @@ def check_varlen(
     check_begins("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_k is not None or table is None:
         expect_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), "cu_seqlens_q", q)
+        expect_growing("cu_seqlens_k", cu_seqlens_k, k.shape[0] if table is None else None)
     batch = cu_seqlens_q.shape[0] - 1
     if table is not None:
         expect_pages(table_name, table, batch, k, q)
@@ -168,12 +178,25 @@ def check_varlen(
 
 
 def check_begins(name: str, cu_seqlens: Tensor, q: Tensor, q_name: str = "q") -> None:
+    """Where the sequences of q's tokens begin."""
     checks.expect_tensor(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"{name} must have shape (sequences + 1,) with at least one sequence, got {tuple(cu_seqlens.shape)}"
         )
     expect_int32(name, cu_seqlens, tuple(cu_seqlens.shape), "itself", q, q_name)
+    expect_growing(name, cu_seqlens, q.shape[0])
+
+
+def expect_growing(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> None:
+    """From 0 to at most so many tokens, where values can be read; kernels clamp the others."""
+    values = host_values(cu_seqlens)
+    if values is None:
+        return
+    grows = values[0] == 0 and all(a <= b for a, b in pairwise(values))
+    if not grows or (tokens is not None and values[-1] > tokens):
+        end = "" if tokens is None else f" to at most {tokens}"
+        raise ValueError(f"{name} must grow from 0{end}, got {values}")
 
 
 def attend_varlen(
