@@ -204,6 +204,11 @@ def expect_used_pages(name: str, table: Tensor, lens: Tensor, k: Tensor) -> None
         )
 
 
+def dense_rows(q: Tensor) -> Tensor:
+    """q, or a copy where its last dimension has strides, as theirs makes one: out has its memory, which callers view."""
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
 def backward_order(deterministic: bool) -> AbstractContextManager[None]:
     """Where a forward runs whose backward is to have one order of sums, if asked for."""
     checks.expect_bool(deterministic=deterministic)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.dropins.flash_attn.arguments import (
     ScoreOptions,
+    dense_rows,
     expect_int32,
     expect_pages,
     expect_rank,
@@ -114,7 +115,7 @@ def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
         cache = call.cache._replace(k=k_cache, v=v_cache)
         return _append_and_attend(call._replace(q=q, cache=cache, k=k, v=v))
 
-    tensors = call.q, call.cache.k, call.cache.v, call.k, call.v
+    tensors = dense_rows(call.q), call.cache.k, call.cache.v, call.k, call.v
     return run_without_derivatives("flash_attn_with_kvcache", "over a cache", run, *tensors)
 
 

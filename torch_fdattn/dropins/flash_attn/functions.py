@@ -13,6 +13,7 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     ScoreOptions,
     backward_order,
     check_qkv,
+    dense_rows,
     expect_rank,
     raises_runtime_errors,
     score_options,
@@ -144,7 +145,7 @@ def attend_dense(
 ) -> tuple[Tensor, Tensor]:
     """(out (B, S, H, D_v), lse (B, H, S)); more: further keywords of `attention`."""
     with backward_order(deterministic):
-        return attention(q, k, v, **options, **more, layout="bshd")
+        return attention(dense_rows(q), k, v, **options, **more, layout="bshd")
 
 
 def unpacked(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:

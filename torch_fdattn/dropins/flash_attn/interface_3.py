@@ -1,7 +1,8 @@
 """`flash_attn_interface`: FlashAttention-3's functions, on the same ops.
 
 What changes no result is taken and has no effect: num_splits, pack_gqa, sm_margin, scheduler_metadata. What ours cannot
-do is refused by name: float8 and its descales, qv, attention_chunk. The lse of a query that sees no key is -inf, as theirs.
+do is refused by name: float8 and its descales, qv, attention_chunk. The lse of a query that sees no key is -inf,
+as theirs, and out is contiguous whatever q's memory.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _run(
     checks.expect_bool(return_attn_probs=return_attn_probs)
     options = check_dense(*qkv, *scores, None, names=names)
     out, lse = attend_dense(*qkv, options, deterministic, sinks=sinks)
-    return (out, lse) if return_attn_probs else out
+    return (out.contiguous(), lse) if return_attn_probs else out.contiguous()
 
 
 @raises_runtime_errors
@@ -185,7 +186,7 @@ def flash_attn_varlen_func(
             out.masked_fill(unused[:, None, None], 0.0),
             lse.masked_fill(unused, float("-inf")),
         )
-    return (out, lse) if return_attn_probs else out
+    return (out.contiguous(), lse) if return_attn_probs else out.contiguous()
 
 
 @raises_runtime_errors
@@ -245,7 +246,7 @@ def flash_attn_with_kvcache(
     rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     packed = cu_seqlens_q, cu_seqlens_k_new
     out, lse = run_over_cache(CacheCall(q, cache, k, v, rotation, options, sinks, *packed))
-    return (out, lse) if return_softmax_lse else out
+    return (out.contiguous(), lse) if return_softmax_lse else out.contiguous()
 
 
 @raises_runtime_errors

@@ -12,6 +12,7 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     ScoreOptions,
     backward_order,
     check_qkv,
+    dense_rows,
     expect_int32,
     expect_longest,
     expect_pages,
@@ -205,4 +206,4 @@ def attend_varlen(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out (T, H, D_v), lse (H, T)); packed: cu_seqlens of q and k; more: further keywords of `varlen_attention`."""
     with backward_order(deterministic):
-        return varlen_attention(q, k, v, *packed, **options, **more, layout="bshd")
+        return varlen_attention(dense_rows(q), k, v, *packed, **options, **more, layout="bshd")
