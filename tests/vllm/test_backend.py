@@ -113,6 +113,13 @@ def test_batches(name):
     assert launches == {f"append_kv/{PATH}": 1, f"{attended}/{PATH}": 1}
 
 
+@pytest.mark.parametrize("name", ["chunks and decodes", "decode"])
+def test_heads_of_512(name, monkeypatch):
+    monkeypatch.setitem(globals(), "DIM", 512)
+    requests = Requests(*BATCHES[name])
+    requests.check(requests.attend(impl()))
+
+
 OPTIONS = {
     "window": (dict(sliding_window=9), dict(window=(8, 0))),
     "softcap": (dict(logits_soft_cap=5.0), dict(softcap=5.0)),
@@ -174,11 +181,12 @@ def test_refused_when_a_layer_is_made(message):
 
 def test_head_sizes():
     with pytest.raises(
-        ValueError, match="head_size must be a multiple of 8 from 16 to 256, got 20"
+        ValueError, match="head_size must be a multiple of 8 from 16 to 512, got 20"
     ):
         FdattnImpl(HEADS, 20, 1.0, KV_HEADS)
     assert FdattnBackend.supports_head_size(64)
-    assert not FdattnBackend.supports_head_size(512)
+    assert FdattnBackend.supports_head_size(512)
+    assert not FdattnBackend.supports_head_size(520)
 
 
 @pytest.mark.parametrize(
