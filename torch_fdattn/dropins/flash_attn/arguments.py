@@ -74,6 +74,8 @@ def _scale(softmax_scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     softmax_scale = checks.number("softmax_scale", softmax_scale)
     checks.expect_convertible("softmax_scale", softmax_scale)
+    if type(softmax_scale) is int:
+        softmax_scale = float(softmax_scale)  # the dispatcher takes no more than 64 bits
     if not 1e-37 <= softmax_scale <= 1e37:  # as `checks.check_scale`
         raise ValueError(
             f"softmax_scale must be a positive finite number or None, got {softmax_scale}"
@@ -94,7 +96,11 @@ def _window(window_size: Sequence[int]) -> tuple[int, int]:
 
 def _softcap(softcap: float) -> float:
     checks.expect_convertible("softcap", softcap)
-    return softcap if softcap > 0 else 0
+    if type(softcap) is int:
+        softcap = float(softcap)
+    if softcap != softcap:
+        raise ValueError("softcap must be a positive number, or 0 or less for none, got nan")
+    return softcap if softcap > 0 else 0.0
 
 
 def _slopes(alibi_slopes: Tensor | None, batch: int, q: Tensor) -> Tensor | None:
@@ -151,13 +157,22 @@ def expect_rank(name: str, x: object, rank: int, dims: str | None = None) -> Non
         )
 
 
-def expect_int32(name: str, x: object, shape: tuple[int, ...], like: str, q: Tensor) -> None:
+def expect_int32(
+    name: str, x: object, shape: tuple[int, ...], like: str, q: Tensor, q_name: str = "q"
+) -> None:
     """An int32 tensor of this shape on q's device."""
     checks.expect_tensor(name, x)
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {x.dtype}")
     checks.expect_shape(name, x, shape, like)
-    checks.expect_device(name, x, q.device, "q")
+    checks.expect_device(name, x, q.device, q_name)
+
+
+def host_values(x: Tensor) -> list[int] | None:
+    """What an index tensor holds, where a look waits for no device or TORCH_FDATTN_CHECK=1 asks for one."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not x.numel():
+        return None
+    return x.tolist() if x.is_cpu or checks.readable(x) else None
 
 
 def expect_pages(name: str, table: object, batch: int | None, k: Tensor, q: Tensor) -> None:
@@ -176,6 +191,24 @@ def expect_pages(name: str, table: object, batch: int | None, k: Tensor, q: Tens
         )
 
 
+def expect_used_pages(name: str, table: Tensor, lens: Tensor, k: Tensor) -> None:
+    """Where values can be read: pages that are there, as far as each sequence's keys reach. Kernels read no others."""
+    rows, lens = host_values(table), host_values(lens)
+    if rows is None or lens is None:
+        return
+    pages, page = k.shape[:2]
+    used = [row[: -(-n // page)] for row, n in zip(rows, lens, strict=True)]
+    if not all(0 <= x < pages for row in used for x in row):
+        raise ValueError(
+            f"{name} must hold numbers in [0, {pages}), the pages of k, where a sequence has keys, got {used}"
+        )
+
+
+def dense_rows(q: Tensor) -> Tensor:
+    """q, or a copy where its last dimension has strides, as theirs makes one: out has its memory, which callers view."""
+    return q if q.stride(-1) == 1 else q.contiguous()
+
+
 def backward_order(deterministic: bool) -> AbstractContextManager[None]:
     """Where a forward runs whose backward is to have one order of sums, if asked for."""
     checks.expect_bool(deterministic=deterministic)
@@ -187,6 +220,20 @@ def backward_order(deterministic: bool) -> AbstractContextManager[None]:
             "call torch_fdattn.set_deterministic(True) outside of it, which graphs follow"
         )
     return ordered()
+
+
+def expect_longest(**named: object) -> None:
+    """The longest lengths: ints, or tensors of no dimension, such as cu_seqlens.diff().max(), which are not read."""
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            if value.dim() or value.dtype not in (torch.int32, torch.int64):
+                raise TypeError(
+                    f"{name} must be an int, or a tensor of one, got {value.dtype} of shape {tuple(value.shape)}"
+                )
+            continue
+        checks.expect_int64(**{name: value})
+        if not torch.compiler.is_compiling() and value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 def refuse(where: str, **named: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,6 +56,12 @@ def varlen_probs(
     """(sequences, H, S, S_k), the longest lengths rounded; it reads where sequences begin."""
     (of_q, of_k), slopes = (x.tolist() for x in begins), options["alibi_slopes"]
     sizes = tuple(map(rounded, longest))
+    for name, begins_of, given in zip("qk", (of_q, of_k), longest, strict=True):
+        needed = max(b - a for a, b in pairwise(begins_of))
+        if given < needed:
+            raise ValueError(
+                f"max_seqlen_{name} must be at least the longest sequence's length {needed} with return_attn_probs, got {given}"
+            )
     probs = q.new_zeros(len(of_q) - 1, q.shape[1], *sizes)
     for b in range(len(of_q) - 1):
         rows, keys = q[of_q[b] : of_q[b + 1]], k[of_k[b] : of_k[b + 1]]

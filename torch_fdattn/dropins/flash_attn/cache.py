@@ -14,9 +14,12 @@ from torch import Tensor
 from torch_fdattn import checks
 from torch_fdattn.dropins.flash_attn.arguments import (
     ScoreOptions,
+    dense_rows,
     expect_int32,
     expect_pages,
     expect_rank,
+    expect_used_pages,
+    host_values,
 )
 from torch_fdattn.dropins.flash_attn.rotation import Rotation, check_rotation, rotate_at
 from torch_fdattn.functional import (
@@ -40,6 +43,7 @@ class Cache(NamedTuple):
     lens: Tensor | None  # int32 (B,), of keys that are there; None: all
     leftpad: Tensor | None  # int32 (B,), of the first keys, which are hidden
     length: int | None = None  # of every sequence, where the caller gave one number
+    table_name: str = "block_table"
 
     @property
     def capacity(self) -> int:
@@ -69,6 +73,8 @@ def checked_cache(
     """The cache of a call of `batch` sequences; a table of pages is given by this name."""
     like, length = "the sequences of q", None
     if type(lens) is int:
+        if not 0 <= lens < 2**31:
+            raise ValueError(f"cache_seqlens must be an int32 of 0 or more, got {lens}")
         length, lens = lens, torch.full((batch,), lens, dtype=torch.int32, device=q.device)
     if lens is not None:
         if not isinstance(lens, Tensor):
@@ -80,8 +86,14 @@ def checked_cache(
         expect_int32("cache_leftpad", leftpad, (batch,), like, q)
     if batch_idx is not None:
         expect_int32("cache_batch_idx", batch_idx, (batch,), like, q)
+        rows = (k_cache if table is None else table).shape[0]
+        values = host_values(batch_idx)
+        if values is not None and not all(0 <= x < rows for x in values):
+            raise ValueError(
+                f"cache_batch_idx must lie in [0, {rows}), the rows of the cache, got {values}"
+            )
         if table is None:
-            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad, length)
+            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad, length, table_name)
         expect_pages(table_name, table, None, k_cache, q)
         table = table[batch_idx]
     elif table is not None:
@@ -92,7 +104,7 @@ def checked_cache(
         )
     else:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    return Cache(k_cache, v_cache, table, lens, leftpad, length)
+    return Cache(k_cache, v_cache, table, lens, leftpad, length, table_name)
 
 
 def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -103,7 +115,7 @@ def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
         cache = call.cache._replace(k=k_cache, v=v_cache)
         return _append_and_attend(call._replace(q=q, cache=cache, k=k, v=v))
 
-    tensors = call.q, call.cache.k, call.cache.v, call.k, call.v
+    tensors = dense_rows(call.q), call.cache.k, call.cache.v, call.k, call.v
     return run_without_derivatives("flash_attn_with_kvcache", "over a cache", run, *tensors)
 
 
@@ -149,8 +161,10 @@ def _check_capacity(cache: Cache, new: int | Tensor) -> None:
     if int(lens.min()) < 0 or int(ends.max()) > cache.capacity:
         raise ValueError(
             f"cache_seqlens must lie in [0, {cache.capacity}] with the new tokens, in a cache of {cache.capacity} "
-            f"positions (those of block_table where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
+            f"positions (those of {cache.table_name} where it has pages), got {lens.tolist()}, and {ends.tolist()} with them"
         )
+    if cache.table is not None:
+        expect_used_pages(cache.table_name, cache.table, ends.expand(len(cache.table)), cache.k)
 
 
 def _append_and_attend(call: CacheCall) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch_fdattn.dropins.flash_attn.arguments import (
     ScoreOptions,
     backward_order,
     check_qkv,
+    dense_rows,
     expect_rank,
     raises_runtime_errors,
     score_options,
@@ -21,6 +22,8 @@ from torch_fdattn.dropins.flash_attn.attention_probs import dense_probs
 from torch_fdattn.functional import attention
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+#: What the parts of packed tensors are called in errors.
+OF_KV, OF_QKV = ("q", "kv's k", "kv's v"), ("qkv's q", "qkv's k", "qkv's v")
 
 
 @raises_runtime_errors
@@ -62,7 +65,18 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 10, 8, 64])
     """
-    options = check_dense(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    scores = softmax_scale, causal, window_size, softcap, alibi_slopes
+    return _run((q, k, v), ("q", "k", "v"), dropout_p, scores, deterministic, return_attn_probs)
+
+
+def _run(
+    qkv: tuple[Tensor, ...], names: tuple[str, str, str], dropout_p: float, scores: tuple, deterministic: bool,
+    return_attn_probs: bool,
+) -> Result:  # fmt: skip
+    """q, k and v under the names that the caller knows them by; scores: those arguments of `check_dense`."""
+    checks.expect_bool(return_attn_probs=return_attn_probs)
+    q, k, v = qkv
+    options = check_dense(q, k, v, *scores, names=names)
     seed = drawn_seed(q, dropout_p) if return_attn_probs else None
     drops = {"dropout_p": dropout_p, "dropout_seed": seed}
     out, lse = attend_dense(q, k, v, options, deterministic, **drops)
@@ -87,10 +101,9 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(torch.randn(2, 3, 8, 64), torch.randn(2, 10, 2, 2, 64)).shape
         torch.Size([2, 3, 8, 64])
     """
-    k, v = unpacked("kv", kv, 2, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )  # fmt: skip
+    qkv = q, *unpacked("kv", kv, 2, 5)
+    scores = softmax_scale, causal, window_size, softcap, alibi_slopes
+    return _run(qkv, OF_KV, dropout_p, scores, deterministic, return_attn_probs)
 
 
 @raises_runtime_errors
@@ -108,18 +121,21 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.randn(2, 10, 3, 8, 64)).shape
         torch.Size([2, 10, 8, 64])
     """
-    q, k, v = unpacked("qkv", qkv, 3, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )  # fmt: skip
+    parts = unpacked("qkv", qkv, 3, 5)
+    scores = softmax_scale, causal, window_size, softcap, alibi_slopes
+    return _run(parts, OF_QKV, dropout_p, scores, deterministic, return_attn_probs)
 
 
-def check_dense(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes) -> ScoreOptions:
+def check_dense(
+    q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, names=("q", "k", "v")
+) -> ScoreOptions:
     """The arguments of a dense call, as our op's keywords."""
-    expect_rank("q", q, 4)
-    check_qkv(q, k, v)
+    expect_rank(names[0], q, 4)
+    check_qkv(q, k, v, names=names)
     if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have {q.shape[0]} sequences like q, got shape {tuple(k.shape)}")
+        raise ValueError(
+            f"{names[1]} must have {q.shape[0]} sequences like {names[0]}, got shape {tuple(k.shape)}"
+        )
     scores = softmax_scale, causal, window_size, softcap, alibi_slopes
     return score_options(q, q.shape[0], *scores)
 
@@ -129,7 +145,7 @@ def attend_dense(
 ) -> tuple[Tensor, Tensor]:
     """(out (B, S, H, D_v), lse (B, H, S)); more: further keywords of `attention`."""
     with backward_order(deterministic):
-        return attention(q, k, v, **options, **more, layout="bshd")
+        return attention(dense_rows(q), k, v, **options, **more, layout="bshd")
 
 
 def unpacked(name: str, packed: Tensor, parts: int, rank: int) -> tuple[Tensor, ...]:

@@ -1,7 +1,8 @@
 """`flash_attn_interface`: FlashAttention-3's functions, on the same ops.
 
 What changes no result is taken and has no effect: num_splits, pack_gqa, sm_margin, scheduler_metadata. What ours cannot
-do is refused by name: float8 and its descales, qv, attention_chunk. The lse of a query that sees no key is -inf, as theirs.
+do is refused by name: float8 and its descales, qv, attention_chunk. The lse of a query that sees no key is -inf,
+as theirs, and out is contiguous whatever q's memory.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from torch_fdattn import checks
 from torch_fdattn.dropins.flash_attn.arguments import (
     check_qkv,
     expect_int32,
+    expect_longest,
     expect_rank,
     raises_runtime_errors,
     refuse,
     score_options,
 )
 from torch_fdattn.dropins.flash_attn.cache import CacheCall, checked_cache, places, run_over_cache
-from torch_fdattn.dropins.flash_attn.functions import attend_dense, check_dense, unpacked
+from torch_fdattn.dropins.flash_attn.functions import OF_QKV, attend_dense, check_dense, unpacked
 from torch_fdattn.dropins.flash_attn.rotation import Rotation
-from torch_fdattn.dropins.flash_attn.varlen import attend_varlen, check_begins, check_varlen
+from torch_fdattn.dropins.flash_attn.varlen import (
+    attend_varlen,
+    check_begins,
+    check_varlen,
+    expect_growing,
+)
 from torch_fdattn.functional import merge_states
 
 __all__ = [
@@ -46,6 +53,15 @@ def _refuse_unsupported(where: str, qv, q_descale, k_descale, v_descale, attenti
         v_descale=(v_descale, None, _FLOAT8),
         attention_chunk=(attention_chunk, 0, "ours have no chunks; window_size has windows"),
     )
+
+
+def _check_unused(
+    num_splits: object = 0, sm_margin: object = 0, pack_gqa: object = None, **longest: object
+) -> None:
+    """What changes no result is still of its type."""
+    checks.expect_int64(num_splits=num_splits, sm_margin=sm_margin)
+    checks.expect_bool(pack_gqa=pack_gqa)
+    expect_longest(**{name: x for name, x in longest.items() if x is not None})
 
 
 @raises_runtime_errors
@@ -71,9 +87,20 @@ def flash_attn_func(
         (torch.Size([2, 10, 8, 64]), torch.Size([2, 8, 10]))
     """
     _refuse_unsupported("flash_attn_func", qv, q_descale, k_descale, v_descale, attention_chunk)
-    options = check_dense(q, k, v, softmax_scale, causal, window_size, softcap, None)
-    out, lse = attend_dense(q, k, v, options, deterministic, sinks=sinks)
-    return (out, lse) if return_attn_probs else out
+    _check_unused(num_splits, sm_margin, pack_gqa)
+    scores = softmax_scale, causal, window_size, softcap
+    return _run((q, k, v), ("q", "k", "v"), scores, deterministic, return_attn_probs, sinks)
+
+
+def _run(
+    qkv: tuple[Tensor, ...], names: tuple[str, str, str], scores: tuple, deterministic: bool, return_attn_probs: bool,
+    sinks: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """q, k and v under the names that the caller knows them by; scores: those arguments of `check_dense`."""
+    checks.expect_bool(return_attn_probs=return_attn_probs)
+    options = check_dense(*qkv, *scores, None, names=names)
+    out, lse = attend_dense(*qkv, options, deterministic, sinks=sinks)
+    return (out.contiguous(), lse) if return_attn_probs else out.contiguous()
 
 
 @raises_runtime_errors
@@ -92,22 +119,25 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(torch.randn(2, 10, 12, 64), num_heads_q=8).shape
         torch.Size([2, 10, 8, 64])
     """
+    _refuse_unsupported(
+        "flash_attn_qkvpacked_func", None, q_descale, k_descale, v_descale, attention_chunk
+    )
+    _check_unused(sm_margin=sm_margin)
     if num_heads_q is None:
-        q, k, v = unpacked("qkv", qkv, 3, 5)
+        parts = unpacked("qkv", qkv, 3, 5)
     else:
         expect_rank("qkv", qkv, 4)
+        checks.expect_float("qkv", qkv)
         checks.expect_int64(num_heads_q=num_heads_q)
         kv_heads, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-        if odd or kv_heads < 1:
+        if odd or kv_heads < 1 or num_heads_q < 1:
             raise ValueError(
-                "num_heads_q must leave as many heads of k as of v in qkv (batch, sequence, heads, head_dim), got "
+                "num_heads_q must be positive and leave as many heads of k as of v in qkv (batch, sequence, heads, head_dim), got "
                 f"{num_heads_q} of {qkv.shape[2]} heads"
             )
-        q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-        deterministic=deterministic, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+        parts = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
+    scores = softmax_scale, causal, window_size, softcap
+    return _run(parts, OF_QKV, scores, deterministic, return_attn_probs)
 
 
 @raises_runtime_errors
@@ -136,6 +166,9 @@ def flash_attn_varlen_func(
     _refuse_unsupported(
         "flash_attn_varlen_func", qv, q_descale, k_descale, v_descale, attention_chunk
     )
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    _check_unused(num_splits, sm_margin, pack_gqa, **longest)
+    checks.expect_bool(return_attn_probs=return_attn_probs)
     scores = softmax_scale, causal, window_size, softcap, None
     options = check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, None, "page_table", *scores)
     batch = cu_seqlens_q.shape[0] - 1
@@ -153,7 +186,7 @@ def flash_attn_varlen_func(
             out.masked_fill(unused[:, None, None], 0.0),
             lse.masked_fill(unused, float("-inf")),
         )
-    return (out, lse) if return_attn_probs else out
+    return (out.contiguous(), lse) if return_attn_probs else out.contiguous()
 
 
 @raises_runtime_errors
@@ -188,6 +221,10 @@ def flash_attn_with_kvcache(
     _refuse_unsupported(
         "flash_attn_with_kvcache", qv, q_descale, k_descale, v_descale, attention_chunk
     )
+    _check_unused(num_splits, sm_margin, pack_gqa, max_seqlen_q=max_seqlen_q)
+    if scheduler_metadata is not None:
+        checks.expect_tensor("scheduler_metadata", scheduler_metadata)
+    checks.expect_bool(return_softmax_lse=return_softmax_lse)
     batch = q.shape[0] if isinstance(q, Tensor) and q.dim() else 0
     if cu_seqlens_q is None:
         expect_rank("q", q, 4)
@@ -204,10 +241,12 @@ def flash_attn_with_kvcache(
             expect_int32(
                 name, given, (batch + (name == "cu_seqlens_k_new"),), "the sequences of q", q
             )
+    if cu_seqlens_k_new is not None and isinstance(k, Tensor) and k.dim():
+        expect_growing("cu_seqlens_k_new", cu_seqlens_k_new, k.shape[0])
     rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     packed = cu_seqlens_q, cu_seqlens_k_new
     out, lse = run_over_cache(CacheCall(q, cache, k, v, rotation, options, sinks, *packed))
-    return (out, lse) if return_softmax_lse else out
+    return (out.contiguous(), lse) if return_softmax_lse else out.contiguous()
 
 
 @raises_runtime_errors
@@ -234,13 +273,29 @@ def flash_attn_combine(
         (torch.Size([2, 10, 8, 64]), torch.Size([2, 10, 8]))
     """
     expect_rank("out_partial", out_partial, 5, "(parts, batch, sequence, heads, head_dim)")
+    checks.expect_float("out_partial", out_partial)
     checks.expect_tensor("lse_partial", lse_partial)
     checks.expect_shape("lse_partial", lse_partial, tuple(out_partial.shape[:-1]), "out_partial")
-    dtype = out.dtype if out is not None and out_dtype is None else out_dtype
+    expected = torch.float64 if out_partial.dtype == torch.float64 else torch.float32
+    if lse_partial.dtype != expected:
+        raise TypeError(
+            f"lse_partial must be {expected} where out_partial is {out_partial.dtype}, got {lse_partial.dtype}"
+        )
+    checks.expect_device("lse_partial", lse_partial, out_partial.device, "out_partial")
+    if out_dtype is not None and out_dtype not in checks.DTYPES:
+        raise TypeError(
+            f"out_dtype must be bfloat16, float16, float32 or float64, or None, got {out_dtype!r}"
+        )
+    dtype = out_dtype
+    if out is not None:
+        checks.expect_tensor("out", out)
+        checks.expect_float("out", out)
+        checks.expect_shape("out", out, tuple(out_partial.shape[1:]), "out_partial")
+        checks.expect_device("out", out, out_partial.device, "out_partial")
+        dtype = out.dtype if dtype is None else dtype
+        checks.expect_dtype("out", out, dtype, "out_dtype")
     merged, lse = merge_states(out_partial, lse_partial.transpose(2, 3), dtype=dtype, layout="bshd")
     if out is not None:
-        checks.expect_shape("out", out, tuple(merged.shape), "out_partial")
-        checks.expect_dtype("out", out, merged.dtype, "out_dtype")
         merged = out.copy_(merged)
     return merged, lse.transpose(1, 2)
 

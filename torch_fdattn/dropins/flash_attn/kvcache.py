@@ -61,6 +61,7 @@ def flash_attn_with_kvcache(
         (torch.Size([2, 1, 8, 16]), True)
     """
     checks.expect_int64(num_splits=num_splits)
+    checks.expect_bool(return_softmax_lse=return_softmax_lse)
     expect_rank("q", q, 4)
     check_qkv(q, k_cache, v_cache, names=("q", "k_cache", "v_cache"))
     for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):

@@ -30,6 +30,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from torch_fdattn import checks
 from torch_fdattn.checks import MAX_HEAD_DIM
 from torch_fdattn.dist.decode import all_gather
 from torch_fdattn.dist.decode.partial_states import MergeGroup
@@ -145,6 +146,38 @@ def _expect_decoder_batch(common: CommonAttentionMetadata) -> None:
             )
 
 
+def _expect_layer(
+    num_heads: int, num_kv_heads: int, scale: float, alibi_slopes: list[float] | None,
+    sliding_window: int | None, logits_soft_cap: float | None, sinks: Tensor | None,
+) -> None:  # fmt: skip
+    """Raises for what the ops would refuse at each call, or name otherwise."""
+    checks.expect_int64(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )
+    checks.expect_number("scale", scale)
+    if not 1e-37 <= scale <= 1e37:
+        raise ValueError(f"scale must be a positive finite number, got {scale}")
+    if sliding_window is not None:
+        checks.expect_int64(sliding_window=sliding_window)
+        if sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, or None, got {sliding_window}")
+    if logits_soft_cap is not None:
+        checks.expect_number("logits_soft_cap", logits_soft_cap)
+        if logits_soft_cap != 0 and not 1e-37 <= logits_soft_cap <= 1e37:
+            raise ValueError(
+                f"logits_soft_cap must be a positive finite number, or 0 or None, got {logits_soft_cap}"
+            )
+    if alibi_slopes is not None and len(alibi_slopes) != num_heads:
+        raise ValueError(
+            f"alibi_slopes must have a number for each of {num_heads} heads, got {len(alibi_slopes)}"
+        )
+    if sinks is not None:
+        checks.expect_tensor("sinks", sinks)
+        checks.expect_shape("sinks", sinks, (num_heads,), "num_heads")
+
+
 class FdattnImpl(AttentionImpl[FdattnMetadata]):
     """One layer's attention. lse is in natural logarithm, as decode context parallelism asks for.
 
@@ -154,7 +187,7 @@ class FdattnImpl(AttentionImpl[FdattnMetadata]):
         sinks: (num_heads,), a logit a head that joins the softmax.
 
     Raises:
-        ValueError: a head size, softcap, or number of heads that ours cannot take.
+        ValueError: a head size, scale, softcap, window, or number of heads, slopes or sinks that ours cannot take.
         NotImplementedError: what ours does not do, named: quantised caches, encoders, sinks over ranks, …
     """
 
@@ -174,6 +207,9 @@ class FdattnImpl(AttentionImpl[FdattnMetadata]):
             raise ValueError(
                 f"head_size must be a multiple of 8 from 16 to {HEAD_SIZES[-1]}, got {head_size}"
             )
+        _expect_layer(
+            num_heads, num_kv_heads, scale, alibi_slopes, sliding_window, logits_soft_cap, sinks
+        )
         if kv_cache_dtype != "auto":
             raise NotImplementedError(
                 f"kv_cache_dtype must be auto, the model's own dtype, got {kv_cache_dtype}: leave --kv-cache-dtype out"
