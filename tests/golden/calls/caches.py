@@ -69,7 +69,7 @@ def appends() -> Iterator[Call]:
     yield append("e4m3", paged(cached=E4M3) | per_slot)
     many = dict(page_table=lengths(2048, 1), kv_lens=lengths(2048))
     tokens = {x: new(2048, 1, KV, D).transpose(1, 2) for x in "kv"}
-    yield append("tokens of many sequences", paged() | many | tokens)
+    yield append("many_sequences", paged() | many | tokens)
 
 
 def merges() -> Iterator[Call]:
