@@ -15,6 +15,7 @@ from torch_fdattn.dist import SequenceShards, shard_batch
 from .test_compiled_positions import (
     attended,
     causal,
+    check_shards,
     compared,
     eager,
     given,
@@ -101,17 +102,7 @@ def sdpa(q, k, v, mask):
 )  # fmt: skip
 def test_understood(group, rank_device, form, make) -> None:
     """Gradients too."""
-    shards, whole, own, compiled = given(group, rank_device)
-    run, rank = masked_by(make, form), dist.get_rank()
-    for x in (*whole[:3], *own[:3]):
-        x.requires_grad_()
-    expected, found = run(*whole), compiled(run)(*own)
-    torch.testing.assert_close(found, shards.shard(expected, rank, 2))
-    weights = torch.randn_like(expected)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), whole[:3])
-    grads = torch.autograd.grad((found * shards.shard(weights, rank, 2)).sum(), own[:3])
-    for value, right in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(value, shards.shard(right, rank, 2), rtol=1e-5, atol=1e-5)
+    check_shards(given(group, rank_device), masked_by(make, form), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,23 @@ def test_understood(group, rank_device, make) -> None:
     torch.testing.assert_close(compiled(attended(make))(*own), expected)
 
 
+def check_shards(given_here, run, **tolerances: float) -> None:
+    """What `run` gives of this rank's shard, compiled over the ranks, and its gradients are the shard of what it gives of all.
+
+    given_here: as `given` gives it. tolerances: of the gradients, rtol and atol.
+    """
+    (shards, whole, own, compiled), rank = given_here, dist.get_rank()
+    for x in (*whole[:3], *own[:3]):
+        x.requires_grad_()
+    expected, found = run(*whole), compiled(run)(*own)
+    torch.testing.assert_close(found, shards.shard(expected, rank, 2))
+    weights = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), whole[:3])
+    grads = torch.autograd.grad((found * shards.shard(weights, rank, 2)).sum(), own[:3])
+    for value, right in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(value, shards.shard(right, rank, 2), **tolerances)
+
+
 @pytest.mark.parametrize(
     ("form", "make"),
     [
@@ -188,17 +205,7 @@ def test_understood(group, rank_device, make) -> None:
 )  # fmt: skip
 def test_numbers_understood(group, rank_device, form, make) -> None:
     """Masks of numbers, of eager attention's; gradients too."""
-    shards, whole, own, compiled = given(group, rank_device)
-    run, rank = masked_by(make, form), dist.get_rank()
-    for x in (*whole[:3], *own[:3]):
-        x.requires_grad_()
-    expected, found = run(*whole), compiled(run)(*own)
-    torch.testing.assert_close(found, shards.shard(expected, rank, 2))
-    weights = torch.randn_like(expected)
-    expected_grads = torch.autograd.grad((expected * weights).sum(), whole[:3])
-    grads = torch.autograd.grad((found * shards.shard(weights, rank, 2)).sum(), own[:3])
-    for value, right in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(value, shards.shard(right, rank, 2))
+    check_shards(given(group, rank_device), masked_by(make, form))
 
 
 @pytest.mark.parametrize(
