@@ -38,7 +38,8 @@ def test_a_quick_run_writes_a_table_that_is_read(kernel_device, tmp_path: Path) 
         assert [x["paged"] for x in own["decode_splits"]] == [False, True]
         tables.forget()
         device = tables.Device.of(torch.device(kernel_device))
-        assert list(tables.entries("attention_tiles", device)) == own["attention_tiles"]
+        found = tables.entries("attention_tiles", device)  # those of this GPU that are shipped, too
+        assert all(entry in found for entry in own["attention_tiles"])
         q = torch.randn(1, 2, 1, 16, dtype=torch.float16, device=kernel_device)
         k = torch.randn(1, 1, 256, 16, dtype=torch.float16, device=kernel_device)
         assert decode(q, k, k)[0].isfinite().all()

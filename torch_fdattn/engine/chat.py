@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 from torch_fdattn.engine.llm import LLM
@@ -79,9 +80,11 @@ class Chat:
         if params.seed is not None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         texts = []
-        for part in stream_text(self._llm, prompt, params, should_stop=should_stop):
-            texts.append(part)
-            yield part
+        # Closed here: CPython 3.12 ends a closed generator without closing the one that it iterates over.
+        with closing(stream_text(self._llm, prompt, params, should_stop=should_stop)) as parts:
+            for part in parts:
+                texts.append(part)
+                yield part
         self.messages += [turn, {"role": "assistant", "content": "".join(texts)}]
 
     def _fitting_prompt(self, turn: Message) -> list[int]:

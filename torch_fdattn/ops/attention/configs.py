@@ -171,7 +171,8 @@ def mask_gradient_config(
     if INTERPRET:
         return _INTERPRETED
     if head_dim > 256:
-        return _largest_dims_tile(dtype, capability)
+        wide = dtype != torch.float32 and capability[0] >= 8
+        return TileConfig(32, 32, 8, 1) if wide else TileConfig(16, 16, 8, 1)
     if dtype == torch.float32:
         return _fp32_tile(head_dim)
     if capability[0] == 9 and head_dim <= 128:  # swept on one H100 (docs/notes/attention.md)
