@@ -44,6 +44,8 @@ _SPEEDS = (
     Metric("latency_ms", "ms", "Latency, ms", False),
     Metric("tokens_per_s", "tokens/s", "Generated tokens per second", True),
     Metric("first_token_ms", "ms", "Time to first token, ms", False),
+    Metric("next_token_ms", "ms", "Time of a token behind the first, ms", False),
+    Metric("of_limit", "percent", "Of the rate that the memory allows, %", True),
     Metric("scaling", "x", "Times faster than on one rank", True),
     Metric("peak_MiB", "MiB", "Peak memory, MiB", False),
     Metric("step_ms", "ms", "Training step, ms", False),

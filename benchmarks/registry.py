@@ -301,6 +301,7 @@ BENCHMARKS = {
 #: Commands whose code stands elsewhere, with an `add_command` of their own.
 ELSEWHERE = (
     "examples.kernel_ladder.run", "tests.compile_only.resources", "examples.training_curves.command",
+    "benchmarks.serving",
 )  # fmt: skip
 
 

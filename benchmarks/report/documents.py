@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 _LINK = "../benchmarks/results"
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
-_ORDER = ("attention", "decode", "generate")
+_ORDER = ("attention", "decode", "serve", "generate")
 #: Long tables and host times: the page links to their files alone.
 _LINKED = (
     "attention-tiles",
@@ -79,6 +79,8 @@ def _caption(path: Path, run: Results) -> str:
     text = summary.eager_note([run]) if _benchmark(path) in _EAGER else ""
     if _benchmark(path) == _TRAIN and str(run.meta["date"]) < _TRAIN_CHANGED:
         text = _TRAIN_NOTE
+    if _benchmark(path) == "serve" and any(row.impl == "nano-vllm" for row in run.rows):
+        return "nano-vllm's attention is FlashAttention-3's. "
     return f"**{text}** " if text else ""
 
 

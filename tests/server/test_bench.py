@@ -181,7 +181,7 @@ def test_streams_that_break_off() -> None:
 def test_a_record_is_written(tmp_path) -> None:
     write_record(tmp_path / "new" / "figures.json", {"runs": {}})
     record = json.loads((tmp_path / "new" / "figures.json").read_text())
-    assert {"version", "torch", "device", "time", "runs"} == set(record)
+    assert {"version", "torch", "triton", "command", "device", "time", "runs"} == set(record)
 
 
 def test_a_checkpoint_is_transformers_model(tmp_path) -> None:

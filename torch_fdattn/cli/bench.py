@@ -77,7 +77,9 @@ def run_here(
     )
     _print(limit.lines())
     model = random_model(config, dtype=weights_dtype, device=world.device)
-    record: dict[str, Any] = {"shape": shape, "dtype": kind, "limit": limit.record(), "runs": {}}
+    record: dict[str, Any] = {
+        "shape": shape, "dtype": kind, "kv_dtype": options.kv_dtype.value, "limit": limit.record(), "runs": {},
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         if peers:
             _save(model, Path(folder))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from torch_fdattn.version import __version__
 
@@ -41,6 +44,8 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     head = {
         "version": __version__,
         "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": shlex.join(["fdattn", *sys.argv[1:]]),
         "device": device or platform.machine(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
