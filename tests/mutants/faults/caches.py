@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
-from tests.mutants.faults.runs import APPEND, DECODE, MERGE, WRITES
+from tests.mutants.faults.runs import APPEND, DECODE, DECODE_ON_HOPPER, MERGE, WRITES
 
 _KERNELS = "torch_fdattn/ops"
 FAULTS = (
@@ -47,6 +47,19 @@ FAULTS = (
     Fault(
         "value scales forgotten in the sum's place", f"{_KERNELS}/decode/kernel.py",
         "p *= (value_scales * (weight / largest))[None, :]", "p *= weight / largest", DECODE,
+    ),
+    Fault(
+        "pairs of bytes in the other order", f"{_KERNELS}/decode/one_byte.py",
+        "first, second = (pairs & 0xFF).to(tl.uint8), (pairs >> 8).to(tl.uint8)",
+        "second, first = (pairs & 0xFF).to(tl.uint8), (pairs >> 8).to(tl.uint8)", DECODE,
+    ),
+    Fault(
+        "rows of odd strides read as pairs", f"{_KERNELS}/decode/configs.py",
+        "even = all(stride % 2 == 0 for stride in cache.stride()[:3])", "even = True", DECODE,
+    ),
+    Fault(
+        "pairs at odd addresses", f"{_KERNELS}/decode/launch.py",
+        "return k.dtype.itemsize == 1 and bool((k.data_ptr() | v.data_ptr()) & 1)", "return False", DECODE_ON_HOPPER,
     ),
     Fault(
         "a sink in every part", f"{_KERNELS}/score_tiles.py",

@@ -38,6 +38,9 @@ HOPPER_ON_GPU = Tests(
     needs_sm_90=True,
 )
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
+DECODE_ON_HOPPER = Tests(
+    "caches of one byte", (f"{_OPS}/decode/test_one_byte.py",), needs_sm_90=True
+)
 VARLEN = Tests(
     "packed sequences", (f"{_OPS}/varlen_attention/test_varlen_edges.py",), interpret=True
 )

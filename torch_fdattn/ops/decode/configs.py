@@ -1,4 +1,5 @@
-"""Tiles of decode's kernels, measured on an H100, those for fast memory on an H200 (docs/notes/decode.md)."""
+"""Tiles of decode's kernels, measured on an H100, those for fast memory and of bytes in pages on an H200
+(docs/notes/decode.md)."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def decode_config(
     if block_m == 16 and narrow and load >= MANY:
         if not paged:
             return TileConfig(16, 128, 4, 3)
-        if capability >= (8, 0):  # with four warps the addresses of pages spill registers
-            return TileConfig(16, 128, 8, 2)
+        if capability >= (8, 0):
+            return TileConfig(16, 128, 4, 2)
     if block_m == 16 and not narrow and load >= CROWDED:
         if paged and fast_memory and head_dim > 64 and load > 4:  # of which only three fit an SM
             return TileConfig(16, 64, 4, 2)
@@ -86,6 +87,20 @@ def loads_keys_first(
     """Whether the first keys are loaded before the queries are waited for, which takes registers for them."""
     fits = config.block_m == 16 and head_dim <= 128 and dtype.itemsize == 2
     return fits and config.num_warps > 1 and load < MANY and capability >= (8, 0)
+
+
+def register_limit(
+    config: TileConfig, pairs: bool, paged: bool, capability: tuple[int, int]
+) -> dict[str, int]:
+    """Triton's option by which three programs fit an SM where two would: a fifth of the time on an H200."""
+    limited = pairs and paged and capability >= (8, 0) and config == TileConfig(16, 128, 4, 2)
+    return {"maxnreg": 168} if limited else {}
+
+
+def come_in_pairs(cache: Tensor) -> bool:
+    """Whether the elements of one byte of a cache can be read as pairs, of which a product takes 16 at least."""
+    even = all(stride % 2 == 0 for stride in cache.stride()[:3])
+    return even and cache.stride(3) == 1 and cache.shape[3] % 2 == 0 and cache.shape[3] > 16
 
 
 def static_row_stride(cache: Tensor) -> int:

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from torch_fdattn.launch.pdl import pdl_trigger
 from torch_fdattn.ops.decode.merge import write_rows
+from torch_fdattn.ops.decode.one_byte import both, load_queries, power_of_two, unquantised
 from torch_fdattn.ops.decode.schedule import (
     UNIT,
     cut,
@@ -58,7 +59,7 @@ def _decode_kernel(
     HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, MIN_UNITS: tl.constexpr,
     TWICE: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
-    CAST_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -106,7 +107,12 @@ def _decode_kernel(
 
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
-    dv = tl.arange(0, BLOCK_DV).to(tl.int64)
+    # PAIRS: two neighbours of one byte each are read as one int16, and strides of k and v count these. Tiles then go
+    # through shared memory to where the products want them as those of 16-bit caches do, where bytes would be moved one by
+    # one, and come apart there, into dims 0, 2, 4 … and dims 1, 3, 5 …: two products in place of one.
+    WIDTH: tl.constexpr = 2 if PAIRS else 1
+    dk = tl.arange(0, BLOCK_D // WIDTH).to(tl.int64)
+    dv = tl.arange(0, BLOCK_DV // WIDTH).to(tl.int64)
     # The splits of a work tile take its tiles in turn, so that all of them read the same part of memory at a time.
     first_key = begin + place * BLOCK_N
     step = splits * BLOCK_N
@@ -120,20 +126,21 @@ def _decode_kernel(
     q_rows = (
         b64 * q_strides[0] + head.to(tl.int64) * q_strides[1] + (row % q_len).to(tl.int64) * q_strides[2]
     )  # fmt: skip
-    # CAST_FIRST: tiles of bytes are cast as they were loaded, and go as 16 bits through shared memory to where the products
-    # want them. The compiler would move them as bytes, one load each for values, and cast then: twice the instructions.
     # One byte becomes float16 by one instruction for two, bfloat16 only by a conversion at a quarter of the
     # rate. Rows of q scaled to below 2 by a power of two lose nothing in it that their sums would show.
     narrow: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
     scale_rows_too: tl.constexpr = narrow and q_ptr.dtype.element_ty == tl.bfloat16
     q_ptrs = q_ptr + q_rows[:, None] + d[None, :] * q_strides[3]
     q_mask = rows_in[:, None] & (d[None, :] < head_dim)
-    q, row_factor = _queries(q_ptrs, q_mask, scale_rows_too)
+    q, row_factor = load_queries(q_ptrs, q_mask, scale_rows_too)
+    q_odd = q
+    if PAIRS:
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_D // 2, 2]))
     if KEYS_FIRST:
         # Set in the first step of the loop: there the loads of the first tiles, which the compiler puts before
         # the loop, are under way; here it would wait for q, which goes through shared memory, before them.
-        loaded_q = q
-        q = tl.zeros([BLOCK_M, BLOCK_D], q.dtype)
+        loaded_q, loaded_odd = q, q_odd
+        q, q_odd = tl.zeros_like(q), tl.zeros_like(q)
     if ALIBI:
         slopes = tl.load(
             slopes_ptr + b64 * slope_strides[0] + head.to(tl.int64) * slope_strides[1],
@@ -152,14 +159,20 @@ def _decode_kernel(
             k_scale_ptr + b64 * k_scale_strides[0] + kv_head64 * k_scale_strides[1]
         )
 
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV // WIDTH], tl.float32)
+    acc_odd = acc
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     oldest = first_key
     if HAS_LEFT:  # older keys are not even read: a window may have freed their pages
         oldest = keys_before(q_start - window_left, kv_start, kv_block, kv_stride, BLOCK_CYCLIC)
-    k_head_ptr = k_ptr + kv_head64 * k_strides[1]
-    v_head_ptr = v_ptr + kv_head64 * v_strides[1]
+    if PAIRS:
+        k_tile_ptr = k_ptr.to(tl.pointer_type(tl.int16))
+        v_tile_ptr = v_ptr.to(tl.pointer_type(tl.int16))
+    else:
+        k_tile_ptr, v_tile_ptr = k_ptr, v_ptr
+    k_head_ptr = k_tile_ptr + kv_head64 * k_strides[1]
+    v_head_ptr = v_tile_ptr + kv_head64 * v_strides[1]
     if PAGE > 0:
         pages_ptr = page_table_ptr + b64 * table_stride
         # One tile ahead, so that the loads of keys do not wait for the numbers of their pages; the first ones
@@ -193,17 +206,20 @@ def _decode_kernel(
             v_rows = slot * v_row
         k_mask = inside[None, :]
         if head_dim < BLOCK_D:
-            k_mask = k_mask & (d[:, None] < head_dim)
+            k_mask = k_mask & (dk[:, None] < head_dim // WIDTH)
         k = tl.load(
-            k_head_ptr + k_rows[None, :] + d[:, None] * k_strides[3], mask=k_mask, other=0.0
+            k_head_ptr + k_rows[None, :] + dk[:, None] * k_strides[3], mask=k_mask, other=0.0
         )
         if KEYS_FIRST:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if start == first_key:
                 q = _opaque(loaded_q)
-        k = unquantised(k, q.dtype)
-        if CAST_FIRST:
-            k = _opaque(k)
-        scores = tl.dot(q, k, input_precision=PRECISION)
+                if PAIRS:
+                    q_odd = _opaque(loaded_odd)
+        if PAIRS:
+            even, odd = both(k, k_ptr.dtype.element_ty, q.dtype, PTX)
+            scores = tl.dot(q_odd, odd, tl.dot(q, even))
+        else:
+            scores = tl.dot(q, unquantised(k, q.dtype), input_precision=PRECISION)
         if scale_rows_too:
             scores *= row_factor[:, None]
         if K_SCALES == 1:  # before the mask, not in the softmax's scale: it may be 0
@@ -240,30 +256,33 @@ def _decode_kernel(
         scores = tl.where(seen, scores, float("-inf"))
         p, row_max, row_sum, alpha = softmax_update(scores, row_max, row_sum, units_of_score, True)
         weight = PROBABILITY_SCALE if narrow else 1.0
+        largest = 1.0
         if V_SCALES == 2:
             scale_rows = base * v_scale_strides[0] + kv_head64 * v_scale_strides[1]
             value_scales = tl.load(
                 v_scale_ptr + scale_rows + slot * v_scale_strides[2], mask=inside, other=0.0
             )
             # Only their ratios within the tile go through the dots' dtype.
-            largest = _power_of_two(tl.max(tl.abs(value_scales), 0))
+            largest = power_of_two(tl.max(tl.abs(value_scales), 0))
             p *= (value_scales * (weight / largest))[None, :]
         elif narrow:
             p *= weight
         v_mask = inside[:, None]
         if v_dim < BLOCK_DV:
-            v_mask = v_mask & (dv[None, :] < v_dim)
+            v_mask = v_mask & (dv[None, :] < v_dim // WIDTH)
         v = tl.load(
             v_head_ptr + v_rows[:, None] + dv[None, :] * v_strides[3], mask=v_mask, other=0.0
         )
-        v = unquantised(v, q.dtype)
-        if CAST_FIRST:
-            v = _opaque(v)
-        if V_SCALES == 2:
-            products = tl.dot(p.to(q.dtype), v, input_precision=PRECISION)
-            acc = acc * alpha[:, None] + products * largest
+        p = p.to(q.dtype)
+        if PAIRS:
+            even, odd = both(v, v_ptr.dtype.element_ty, q.dtype, PTX)
+            acc = _add_values(acc, alpha, p, even, largest, V_SCALES == 2, PRECISION)
+            acc_odd = _add_values(acc_odd, alpha, p, odd, largest, V_SCALES == 2, PRECISION)
         else:
-            acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            v = unquantised(v, q.dtype)
+            acc = _add_values(acc, alpha, p, v, largest, V_SCALES == 2, PRECISION)
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
     if narrow:
         acc *= 1.0 / PROBABILITY_SCALE
     out, lse = softmax_finish(acc, row_max, row_sum)
@@ -277,7 +296,10 @@ def _decode_kernel(
     if SPLIT and splits > 1:
         slots = part.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(part_lses_ptr + slots, lse, mask=rows_in)
-        tl.store(parts_ptr + slots[:, None] * BLOCK_DV + dv[None, :], out, mask=rows_in[:, None])
+        columns = tl.arange(0, BLOCK_DV)
+        tl.store(
+            parts_ptr + slots[:, None] * BLOCK_DV + columns[None, :], out, mask=rows_in[:, None]
+        )
     else:
         write_rows(out, lse, row, tl.arange(0, BLOCK_DV), True, target, v_dim)
 
@@ -292,10 +314,11 @@ def _pages(ptr, index, oldest, stop, step, HAS_LEFT: tl.constexpr, PAGE: tl.cons
 
 
 @triton.jit
-def _power_of_two(x):
-    """The power of two below x >= 0, kept within 2**±100 so that it and what it divides stay finite."""
-    exponent = tl.floor(tl.log2(tl.maximum(x, 1.1754944e-38)))
-    return tl.exp2(tl.minimum(tl.maximum(exponent, -100.0), 100.0))
+def _add_values(acc, alpha, p, v, largest, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc * alpha + p v * largest; without SCALED largest is 1."""
+    if SCALED:
+        return acc * alpha[:, None] + tl.dot(p, v, input_precision=PRECISION) * largest
+    return tl.dot(p, v, acc * alpha[:, None], input_precision=PRECISION)
 
 
 @triton.jit
@@ -304,32 +327,3 @@ def _opaque(x):
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 4 // (x.dtype.primitive_bitwidth // 8)
     )
-
-
-@triton.jit
-def _queries(ptrs, mask, TO_HALF: tl.constexpr):
-    """(q (M, D), factors (M,)); TO_HALF: rows scaled to below 2 in float16, the powers of two taken out."""
-    q = tl.load(ptrs, mask=mask, other=0.0)
-    factor = tl.zeros([q.shape[0]], tl.float32)
-    if TO_HALF:
-        q = q.to(tl.float32)
-        factor = _power_of_two(tl.max(tl.abs(q), 1))
-        q = (q * (1.0 / factor)[:, None]).to(tl.float16)
-    return q, factor
-
-
-@triton.jit
-def unquantised(x, dtype: tl.constexpr):
-    """A tile of a cache in the dtype of the dots; uint8 are the bytes of float8_e4m3fn."""
-    if x.dtype == tl.uint8:
-        # Its exponent and mantissa at float16's place are its value, subnormals included, times 2**-8.
-        wide = x.to(tl.uint16)
-        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        value = bits.to(tl.float16, bitcast=True) * 256.0
-        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
-    elif x.dtype == tl.int8 and dtype == tl.float16:
-        # 1024 + n is float16's bits 0x6400 + n for n below 1024: no conversion, which is slow for integers.
-        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
-        return bits.to(tl.float16, bitcast=True) - 1152.0
-    else:
-        return x.to(dtype)

@@ -24,9 +24,11 @@ from torch_fdattn.ops.decode.configs import (
     MANY,
     SPARE_PARTS,
     WARP_GROUP_ROWS,
+    come_in_pairs,
     decode_config,
     loads_keys_first,
     merge_config,
+    register_limit,
     static_row_stride,
 )
 from torch_fdattn.ops.decode.inputs import Cache, DecodeCall
@@ -82,9 +84,9 @@ class DecodeLaunchPlan:
 
     def __init__(
         self, call: DecodeCall, out: Tensor, config: TileConfig | None = None, target_splits: int | None = None,
-        capability: tuple[int, int] | None = None,
+        capability: tuple[int, int] | None = None, odd_addresses: bool = False,
     ) -> None:  # fmt: skip
-        """config, target_splits, capability: in place of the ones that are chosen."""
+        """config, target_splits, capability: in place of the ones that are chosen; odd_addresses: of the cache's first bytes."""
         (q, cache, options, global_lens) = call
         (k, v, page_table, k_scale, v_scale), scores = cache, options.scores
         batch_invariant = options.batch_invariant
@@ -123,7 +125,9 @@ class DecodeLaunchPlan:
             target=target_splits,
         )  # fmt: skip
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
-        cast_first = narrow and q.dtype.itemsize == 2 and capability >= (7, 0) and not INTERPRET
+        pairs = narrow and q.dtype.itemsize == 2 and not odd_addresses
+        pairs = pairs and come_in_pairs(k) and come_in_pairs(v)
+        width, ptx = 2 if pairs else 1, pairs and capability >= E4M3_CAPABILITY
         split, pdl = splits.per_work_tile > 1, supports_pdl(capability)
         slots = splits.groups * splits.programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
@@ -162,16 +166,19 @@ class DecodeLaunchPlan:
         targets = splits.target, splits.ragged_target, splits.group_size
         self._decode = _Template(
             _decode_kernel, grid, (
-                q.stride(), k.stride(), v.stride(), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
+                q.stride(), _in_pairs(k, width), _in_pairs(v, width), strides[0], _scale_strides(k_scale), _scale_strides(v_scale),
                 _slope_strides(scores.alibi_slopes), strides_of_mask, strides[1], batch, q_len, cache.capacity, k.shape[0],
                 *(page_table.stride() if paged else (0, 0)), *window, cut_by, options.scale, scores.softcap, *targets,
-                kv_heads, group, head_dim, v_dim, static_row_stride(k), static_row_stride(v), k.shape[2] if paged else 0,
+                kv_heads, group, head_dim, v_dim, static_row_stride(k) // width, static_row_stride(v) // width, k.shape[2] if paged else 0,
                 *flags, scores.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), mask_rows,
                 batch_invariant, splits.min_units, splits.twice, split, splits.groups > 1, pdl, keys_first,
-                heads_first, cast_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n, block_d, block_dv,
+                heads_first, pairs, ptx, dot_precision(q.dtype), block_b, config.block_m, config.block_n, block_d, block_dv,
             ),
-            dict(num_warps=config.num_warps, num_stages=config.num_stages, max_ctas_per_sm=splits.max_ctas_per_sm),
+            dict(
+                num_warps=config.num_warps, num_stages=config.num_stages, max_ctas_per_sm=splits.max_ctas_per_sm,
+                **register_limit(config, pairs, paged, capability),
+            ),
         )  # fmt: skip
         self._merge, self.tiles = None, (config, None)
         #: What another kernel that merges must know; None: only ours can.
@@ -240,6 +247,16 @@ class _Template(NamedTuple):
         return Launch(self.kernel, self.grid, *tensors, *self.numbers, **self.options)
 
 
+def odd_addresses(k: Tensor, v: Tensor) -> bool:
+    """Whether a cache of one byte an element cannot be read two bytes at a time."""
+    return k.dtype.itemsize == 1 and bool((k.data_ptr() | v.data_ptr()) & 1)
+
+
+def _in_pairs(cache: Tensor, width: int) -> tuple[int, ...]:
+    """Strides in units of `width` neighbouring elements."""
+    return cache.stride() if width == 1 else (*(x // width for x in cache.stride()[:3]), 1)
+
+
 def launch_decode(*args, **kwargs) -> None:
     """Makes `decode_launches`."""
     run(decode_launches(*args, **kwargs))
@@ -260,7 +277,7 @@ def decode_launches(
         for part in (slice(None, half), slice(half, None)):
             yield from decode_launches(_part_of(call, part), out[part], lse[part], workspace, **chosen)  # fmt: skip
         return
-    plan = DecodeLaunchPlan(call, out, **chosen)
+    plan = DecodeLaunchPlan(call, out, odd_addresses=odd_addresses(cache.k, cache.v), **chosen)
     parts = workspace
     if plan.floats and parts is None:
         parts = torch.empty(plan.floats, dtype=torch.float32, device=q.device)

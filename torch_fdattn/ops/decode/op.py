@@ -64,11 +64,16 @@ class PreparedDecode:
         """None: nothing runs, or more launches than one call of the kernels."""
         if not out.numel():
             return None
-        from torch_fdattn.ops.decode.launch import DecodeLaunchPlan, fits_one_launch
+        from torch_fdattn.ops.decode.launch import (
+            DecodeLaunchPlan,
+            fits_one_launch,
+            odd_addresses,
+        )
 
         if not fits_one_launch(call.q, call.cache):
             return None
-        return cls(DecodeLaunchPlan(call, out), call.q, out, lse)
+        odd = odd_addresses(call.cache.k, call.cache.v)
+        return cls(DecodeLaunchPlan(call, out, odd_addresses=odd), call.q, out, lse)
 
     def __init__(self, plan: DecodeLaunchPlan, q: Tensor, out: Tensor, lse: Tensor) -> None:
         self.plan = plan
@@ -145,6 +150,7 @@ def decode_eagerly(
             # torch's own tf32 setting decides how float32 is multiplied.
             dot_precision(q.dtype) if q.dtype == torch.float32 else None,
             None if written is None else tuple(map(_metadata, written)), global_lens,
+            k.dtype.itemsize == 1 and (k.data_ptr() | v.data_ptr()) & 1,
         )  # fmt: skip
         known = prepared.checked(key)
     except AttributeError:  # something that is no tensor: the checks say what

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.decode.configs import E4M3_CAPABILITY
-from torch_fdattn.ops.decode.kernel import unquantised
+from torch_fdattn.ops.decode.one_byte import unquantised
 from torch_fdattn.ops.launch import cdiv
 
 #: Weights that a program converts.

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torch_fdattn.ops.decode.kernel import unquantised
+from torch_fdattn.ops.decode.one_byte import unquantised
 from torch_fdattn.ops.gemm.tile_product import Tile, has_large_shared_memory, product
 from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import INTERPRET

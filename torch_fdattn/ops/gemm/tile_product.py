@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fdattn.ops.attention.configs import device_capability
-from torch_fdattn.ops.decode.kernel import unquantised
+from torch_fdattn.ops.decode.one_byte import unquantised
 from torch_fdattn.ops.launch import NUM_SMS, cdiv
 from torch_fdattn.ops.library import INTERPRET
 
