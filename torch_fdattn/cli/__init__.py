@@ -195,6 +195,9 @@ def serve(
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
     ngram_tokens: NgramTokens = 0,
+    strategy: StrategyOption = KVStrategy.auto,
+    tensor_parallel: TensorParallel = 1,
+    tp_strategy: TPStrategyOption = TPStrategy.auto,
     max_sequences: Annotated[
         int, typer.Option(min=1, help="Answers in progress; 429 beyond.")
     ] = 256,
@@ -212,7 +215,8 @@ def serve(
     engine = EngineOptions(
         max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
         pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=prefix_caching,
-        ngram_tokens=ngram_tokens,
+        ngram_tokens=ngram_tokens, strategy=strategy, tensor_parallel=tensor_parallel,
+        tp_strategy=tp_strategy,
     )  # fmt: skip
     server = {
         "model_name": model_name, "host": host, "port": port, "api_key": api_key,
