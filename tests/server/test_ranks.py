@@ -55,10 +55,11 @@ async def url_in(log: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, ranks: int, *options: str
+    folder: Path, ranks: int, *options: str, hangs: int | None = None
 ) -> AsyncIterator[tuple[list[Forked], httpx.AsyncClient]]:
-    """The ranks, and a client of the server."""
-    with forked(WORKER, *arguments(folder, *options), environment=ENVIRONMENT, ranks=ranks) as found:  # fmt: skip
+    """The ranks, and a client of the server. hangs: the rank whose steps do not end."""
+    environment = {**ENVIRONMENT, "FDATTN_TEST_HANGS": str(hangs)}
+    with forked(WORKER, *arguments(folder, *options), environment=environment, ranks=ranks) as found:  # fmt: skip
         url = await url_in(found[0].err)
         async with httpx.AsyncClient(base_url=url, timeout=LIMIT_SECONDS) as client:
             yield found, client
@@ -183,6 +184,27 @@ def test_a_rank_killed_while_nobody_asks(killed, tiny) -> None:
         async with serving(tiny, 2, *TENSOR_PARALLEL) as (processes, _):
             start = time.monotonic()
             processes[killed].process.kill()
+            codes = await exit_codes(processes)
+            assert time.monotonic() - start < 10
+            assert codes == ([-signal.SIGKILL, 1] if killed == 0 else [1, -signal.SIGKILL])
+
+    run(test)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_whose_step_waits_for_the_killed_one_ends_too(killed, tiny) -> None:
+    async def test() -> None:
+        async with serving(tiny, 2, hangs=1 - killed) as (processes, client):
+            plain = asyncio.ensure_future(client.post("/v1/completions", json=body("a")))
+            await asyncio.sleep(1)
+            start = time.monotonic()
+            processes[killed].process.kill()
+            if killed == 0:
+                with pytest.raises(httpx.TransportError):
+                    await plain
+            else:
+                assert (await plain).status_code == 503
             codes = await exit_codes(processes)
             assert time.monotonic() - start < 10
             assert codes == ([-signal.SIGKILL, 1] if killed == 0 else [1, -signal.SIGKILL])
