@@ -53,8 +53,8 @@ class RankMessages:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        # Its members alone come: the group may be a part of all ranks.
+        ranks = self._global_ranks = dist.get_process_group_ranks(group)
+        # The group may be a part of all ranks, whose others do not come. The new one has them in another order, perhaps.
         try:
             self._group = dist.new_group(
                 ranks, timeout=_LIMIT, backend="gloo", use_local_synchronization=True
@@ -79,7 +79,7 @@ class RankMessages:
         for rank in ranks:
             try:
                 for part in parts:
-                    dist.send(part, group=self._group, group_dst=rank)
+                    dist.send(part, self._global_ranks[rank], group=self._group)
             except RuntimeError as error:
                 gone.append((rank, error))
         for rank, error in gone:
@@ -91,13 +91,13 @@ class RankMessages:
         Raises:
             RankLost: the rank is gone.
         """
-        head = torch.empty(2, dtype=torch.int64)
+        head, source = torch.empty(2, dtype=torch.int64), self._global_ranks[rank]
         try:
-            dist.irecv(head, group=self._group, group_src=rank).wait(_FOR_EVER)
+            dist.irecv(head, source, group=self._group).wait(_FOR_EVER)
             kind, count = head.tolist()
             content = torch.empty(count, dtype=torch.uint8)
             if count:
-                dist.irecv(content, group=self._group, group_src=rank).wait(_FOR_EVER)
+                dist.irecv(content, source, group=self._group).wait(_FOR_EVER)
         except RuntimeError as error:
             raise _lost(rank) from error
         return Message(Kind(kind), json.loads(content.numpy().tobytes()) if count else [])
