@@ -23,6 +23,8 @@ from torch_fdattn import models
         ("no such file or folder", ["serve", "--model", "no such model"]),
         ("--model-name must not be empty", ["serve", "--model", ".", "--model-name", ""]),
         ("--api-key must be printable ASCII", ["serve", "--model", ".", "--api-key", "é"]),
+        ("--tensor-parallel must divide .*, 1, got 3", ["serve", "--model", "x", "--tensor-parallel", "3"]),
+        ("--tensor-parallel must divide .*, 1, got 3", ["bench", "serve", "--tensor-parallel", "3"]),
         ("--device", ["serve", "--model", "x", "--device", "tpu"]),
         ("--rate needs --url", ["bench", "serve", "--rate", "3"]),
         ("--peer is for", ["bench", "serve", "--url", "http://x", "--peer", "nano-vllm"]),

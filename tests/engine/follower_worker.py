@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +32,7 @@ from torch_fdattn.engine import (
 from torch_fdattn.models import ModelConfig, Transformer, load_tokenizer
 from torch_fdattn.models.parallelize import parallelize
 
-LIMIT_SECONDS = 100.0  # a wait that takes longer is in vain
+LIMIT_SECONDS = 200.0  # a wait that takes longer is in vain
 TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=3)
 LONG = SamplingParams(temperature=0, max_tokens=100)
@@ -120,6 +121,27 @@ async def grammars(asynchronous: AsyncLLM, folder: Path) -> dict:
     return found
 
 
+async def many(asynchronous: AsyncLLM, folder: Path) -> dict:
+    """Requests that come at drawn times, of which a third is left at drawn times."""
+    draw, gate = random.Random(0), asyncio.Semaphore(12)
+
+    async def one(number: int) -> int:
+        prompt = [number % 7] * draw.randrange(1, 30)
+        params = dataclasses.replace(UNSEEDED, n=1 + number % 2, max_tokens=draw.randrange(1, 40))
+        async with gate:
+            stream = asynchronous.generate(prompt, params, str(number))
+            if number % 3:
+                return sum(len(x.token_ids) == params.max_tokens for x in (await last(stream)).outputs)  # fmt: skip
+            task = asyncio.ensure_future(last(stream))
+            await asyncio.sleep(draw.random() * 0.03)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            return 0
+
+    return {"ended": await asyncio.gather(*map(one, range(90)))}
+
+
 async def dies(asynchronous: AsyncLLM, folder: Path) -> dict:
     """What a request is told that runs when a step fails, here or on another rank."""
     start = time.monotonic()
@@ -128,7 +150,7 @@ async def dies(asynchronous: AsyncLLM, folder: Path) -> dict:
 
 
 JOBS: dict[str, Callable[[AsyncLLM, Path], Awaitable[dict]]] = {
-    "answers": answers, "grammars": grammars, "rank 0 fails": dies, "rank 1 fails": dies
+    "answers": answers, "grammars": grammars, "many": many, "rank 0 fails": dies, "rank 1 fails": dies
 }  # fmt: skip
 
 

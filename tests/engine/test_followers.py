@@ -82,12 +82,27 @@ def test_grammars(tmp_path):
     assert theirs["stats"] == own["stats"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((2, 1), {"speculates": True}), ((1, 2), {}), ((2, 2), {"run_ahead": False})],
+)
+def test_many_that_come_and_go(shape, options, tmp_path):
+    """Over few pages, so that some are preempted."""
+    own, *others = on_ranks(tmp_path, shape, "many", tokens_in_pages=96, max_model_len=80, **options)  # fmt: skip
+    assert own["ended"] == [(1 + i % 2) * (i % 3 > 0) for i in range(90)]
+    assert own["stats"]["preemptions"] > 0
+    assert own["stats"]["prefix_hit_tokens"] > 0
+    assert own["stats"]["pages_used"] == own["stats"]["running"] == own["stats"]["waiting"] == 0
+    assert all(theirs["stats"] == own["stats"] for theirs in others)
+
+
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_all(shape, tmp_path):
     own, theirs, *others = on_ranks(tmp_path, shape, "rank 1 fails")
     message = "rank 1 of the engine has failed: ZeroDivisionError('of a step')"
     assert own["told"] == own["late"] == f"EngineDead: {message}"
-    assert own["seconds"] < worker.LIMIT_SECONDS / 2
+    assert own["seconds"] < 60  # not the groups' time-outs
     assert theirs["raised"] == "ZeroDivisionError: of a step"
     assert all(x["raised"].startswith("RankLost: rank 0 of the engine ") for x in others)
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -208,6 +209,21 @@ def test_a_rank_whose_step_waits_for_the_killed_one_ends_too(killed, tiny) -> No
             codes = await exit_codes(processes)
             assert time.monotonic() - start < 10
             assert codes == ([-signal.SIGKILL, 1] if killed == 0 else [1, -signal.SIGKILL])
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_ends_all_ranks(tiny) -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            own = arguments(tiny, "--port", str(taken.getsockname()[1]))
+            with forked(WORKER, *own, environment=ENVIRONMENT, ranks=2) as processes:
+                assert await exit_codes(processes) == [2, 1]
+                told = [x.err.read_text() for x in processes]
+        assert "fdattn (rank 0): cannot listen on 127.0.0.1" in told[0]
+        assert "fdattn (rank 1): not all of the engine's 2 ranks came" in told[1]
+        assert "Traceback" not in told[1]
 
     run(test)
 

@@ -3,7 +3,7 @@
 `generate`, `chat`, `serve` and `bench serve` run on one process, or on every rank of torchrun: with the pages of the KV
 cache shared by them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
 progress and statistics go to stderr, from rank 0. An error that the user can mend is one line and exit
-code 2; 1 where the output cannot be written.
+code 2; 1 where the output cannot be written, or a rank of `serve` is lost.
 """
 
 from __future__ import annotations
