@@ -276,9 +276,13 @@ class AsyncLLM:
         self._put(running.pop(request_id) if output.finished else running[request_id], output)
 
     def _put(self, mailbox: _Mailbox, result: RequestOutput | Exception | None) -> None:
+        """Neither the engine's end nor a mailbox's last result is replaced by the other."""
         with self._lock:
-            if not self._has_ended:  # after that it holds the end, which is not to be replaced
-                mailbox.put(result)
+            if self._has_ended:
+                return
+            mailbox.put(result)
+            if not isinstance(result, RequestOutput) or result.finished:
+                self._waiting.discard(mailbox)
 
 
 class _Mailbox:
