@@ -37,7 +37,7 @@ def results_of(record: dict[str, Any]) -> Results:
         )
     when = datetime.fromisoformat(record["time"]).strftime(DATE_FORMAT)
     meta = {
-        "gpu": record["device"], "count": 1, "torch": record["torch"], "triton": record["triton"], "commit": commit(),
+        "gpu": record["device"], "count": record["ranks"], "torch": record["torch"], "triton": record["triton"], "commit": commit(),
         "command": record["command"], "date": when,
     }  # fmt: skip
     rows = []

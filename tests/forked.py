@@ -6,6 +6,7 @@ variables of a rank. What the server has imported is the exception: of imports a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
@@ -13,8 +14,9 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.multiprocessing
 
@@ -56,33 +58,53 @@ def _begin(script: str, arguments: Sequence[str], environment: dict[str, str], o
     runpy.run_path(script, run_name="__main__")
 
 
-def run_forked(
-    script: Path, *arguments: str, environment: dict[str, str], ranks: int = 0, seconds: float
-) -> list[subprocess.CompletedProcess[str]]:
-    """A script in a process for each rank, or in one; their exit codes and what they wrote."""
+class Forked(NamedTuple):
+    """A process, and the files of what it writes."""
+
+    process: multiprocessing.process.BaseProcess
+    out: Path
+    err: Path
+
+
+@contextlib.contextmanager
+def forked(
+    script: Path, *arguments: str, environment: dict[str, str], ranks: int = 0
+) -> Iterator[list[Forked]]:
+    """A script in a process for each rank, or in one; those that have not ended are killed at the end."""
     server = context()
     port = str(free_port()) if ranks else ""
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(ranks or 1):
-            names = [f"{folder}/{stream}{rank}" for stream in ("out", "err")]
+            out, err = (Path(folder) / f"{stream}{rank}" for stream in ("out", "err"))
             variables = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
             given = {**environment, **(variables if ranks else {})}
             process = server.Process(
-                target=_begin, args=(str(script), arguments, given, *names), daemon=True
+                target=_begin, args=(str(script), arguments, given, str(out), str(err)), daemon=True
             )
             process.start()
-            processes.append((process, names))
+            processes.append(Forked(process, out, err))
+        try:
+            yield processes
+        finally:
+            for process, _, _ in processes:
+                process.kill()
+                process.join()
+
+
+def run_forked(
+    script: Path, *arguments: str, environment: dict[str, str], ranks: int = 0, seconds: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """The same to their end; their exit codes and what they wrote."""
+    with forked(script, *arguments, environment=environment, ranks=ranks) as processes:
         done = []
-        for process, names in processes:
+        for process, out, err in processes:
             process.join(seconds)
             if process.exitcode is None:
-                for other, _ in processes:
-                    other.kill()
                 raise subprocess.TimeoutExpired([str(script), *arguments], seconds)
-            texts = [Path(name).read_text() for name in names]
+            texts = out.read_text(), err.read_text()
             done.append(subprocess.CompletedProcess([str(script)], process.exitcode, *texts))
         return done

@@ -32,6 +32,8 @@ _PROCESSES = (
     "tests/engine/test_ranks.py",
     "tests/engine/test_mesh.py",
     "tests/engine/test_llm_sharded.py",
+    "tests/engine/test_followers.py",
+    "tests/server/test_ranks.py",
     "tests/benchmarks/test_distributed.py",
     "tests/benchmarks/test_tp_ways.py",
     "tests/test_faults.py",

@@ -11,7 +11,7 @@ from benchmarks.serving import results_of
 RUN = {"requests": 4, "new_tokens": 200, "seconds": 2.0, "tokens_per_s": 100.0}
 TIMES = {"ttft_ms": {"mean": 30.0, "p50": 28.0}, "tpot_ms": {"mean": 5.0}}
 RECORD = {
-    "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "command": "fdattn bench serve", "kv_dtype": "auto",
+    "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "command": "fdattn bench serve", "kv_dtype": "auto", "ranks": 1,
     "time": "2026-11-29T07:47:49+00:00", "shape": "Qwen3-0.6B", "dtype": "bfloat16", "limit": {"seconds": 1.0},
     "runs": {
         "torch_fdattn": [RUN | TIMES, RUN | TIMES | {"seconds": 1.6, "tokens_per_s": 125.0}],

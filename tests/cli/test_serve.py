@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from tests.cli.commands import invoke, refused
+from tests.forked import call_on_ranks
+from tests.ports import free_port
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import served
 from torch_fdattn import models
@@ -19,6 +23,8 @@ from torch_fdattn import models
         ("no such file or folder", ["serve", "--model", "no such model"]),
         ("--model-name must not be empty", ["serve", "--model", ".", "--model-name", ""]),
         ("--api-key must be printable ASCII", ["serve", "--model", ".", "--api-key", "é"]),
+        ("--tensor-parallel must divide .*, 1, got 3", ["serve", "--model", "x", "--tensor-parallel", "3"]),
+        ("--tensor-parallel must divide .*, 1, got 3", ["bench", "serve", "--tensor-parallel", "3"]),
         ("--device", ["serve", "--model", "x", "--device", "tpu"]),
         ("--rate needs --url", ["bench", "serve", "--rate", "3"]),
         ("--peer is for", ["bench", "serve", "--url", "http://x", "--peer", "nano-vllm"]),
@@ -62,6 +68,35 @@ def test_bench_with_speculation(monkeypatch, tmp_path) -> None:
     assert 0 < counts["accepted"] < counts["proposed"]
     line = f"n-grams: {counts['accepted']:,} of {counts['proposed']:,} proposed tokens accepted"
     assert line in done.stdout
+
+
+def bench_rank(rank: int, folder: Path, ports: list[int]) -> None:
+    """One of two ranks, as torchrun starts them, twice."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": ports[0]}
+    os.environ.update({name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"})  # fmt: skip
+    config = models.ModelConfig("qwen3", 16, 32, 48, 1, 4, 2, 16, 128)
+    models.named_config = lambda shape: config
+    common = ["bench", "serve", "--requests", "4", "--longest", "40", "--shortest", "20", "--device", "cpu"]  # fmt: skip
+    peer = invoke(*common, "--peer", "transformers")
+    assert peer.exit_code == 2
+    assert "--peer is for one process" in peer.stderr
+    os.environ["MASTER_PORT"] = str(ports[1])
+    out = folder / f"{rank}.json"
+    done = invoke(*common, "--tensor-parallel", "2", "--out", str(out), "--repeats", "1")
+    (folder / f"{rank}.out").write_text(done.output)
+    assert done.exit_code == 0, done.output
+
+
+def test_bench_on_ranks(tmp_path) -> None:
+    call_on_ranks(bench_rank, (tmp_path, [free_port(), free_port()]), 2)
+    told, silent = ((tmp_path / f"{rank}.out").read_text() for rank in range(2))
+    assert "each of 2 ranks: 4 requests" in told
+    assert "% of what the memory allows" in told
+    assert silent == ""
+    assert not (tmp_path / "1.json").exists()
+    record = json.loads((tmp_path / "0.json").read_text())
+    assert (record["ranks"], record["tensor_parallel"]) == (2, 2)
+    assert len(record["runs"]["torch_fdattn"]) == 1
 
 
 def test_no_server(tmp_path) -> None:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.engine.tiny import PROMPTS, config, random_model
-from torch_fdattn.engine import LLM, AsyncLLM, NgramSpeculation, RequestOutput, SamplingParams
+from torch_fdattn.engine import (
+    LLM,
+    AsyncLLM,
+    Follower,
+    NgramSpeculation,
+    RequestOutput,
+    SamplingParams,
+)
 from torch_fdattn.models import Transformer
 from torch_fdattn.models.config import LayerConfig, RopeConfig
 from torch_fdattn.models.parallelize import parallelize
@@ -166,7 +173,7 @@ def refusals(rank: int, folder: Path) -> None:
 
     found = {
         "bytes": [llm.step_bytes(tokens) - llm.step_bytes(0) for tokens in (16, 40)],
-        "from coroutines": refused(lambda: AsyncLLM(llm)),
+        "the other's": refused(lambda: (AsyncLLM if rank else Follower)(llm)),
         "another prompt": asked([1, 2 + rank]),
         "sizes": made(page_size=4 + rank),
         "read at once": made(run_ahead=rank == 0),

@@ -160,6 +160,17 @@ def test_closing_the_engine_reaches_all(llm):
     run(llm, main)
 
 
+def test_what_had_ended_before_the_engine_was_closed_is_there(llm):
+    async def main(engine):
+        stream = engine.generate(PROMPTS[0], GREEDY, "a")
+        first = await anext(stream)
+        await until(lambda: idle(engine))
+        await engine.close()
+        return first if first.finished else await last(stream)
+
+    assert run(llm, main).finished
+
+
 @pytest.mark.slow
 def test_nothing_leaks(llm):
     """A thousand requests of which a third is cancelled: pages, tasks, mailboxes."""
@@ -177,7 +188,7 @@ def test_nothing_leaks(llm):
 
         await asyncio.gather(*map(one, range(1000)))
         await until(lambda: idle(engine))
-        assert not engine._mailboxes
+        assert len(engine._running) == len(engine._waiting) == 0
         assert len(asyncio.all_tasks()) == 1 + 1  # this one, and the one that waits for it
 
     run(llm, main)

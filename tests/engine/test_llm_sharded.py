@@ -76,7 +76,6 @@ def test_ranks_write_what_one_process_writes(shape, models, cases, tmp_path):
 
 REFUSED = {
     "sizes": "ValueError: page_size must be the same on all ranks, got 4 on rank 0, 5 on rank 1",
-    "from coroutines": "NotImplementedError: llm must run on one process, got one of 2 ranks",
     "another prompt": "ValueError: the hash of the prompt must be the same on all ranks, got ",
     "read at once": "ValueError: run_ahead must be the same on all ranks, got True on rank 0, False on rank 1",
     "a prefix cache": "ValueError: enable_prefix_caching must be the same on all ranks, got True on rank 0, False on rank 1",
@@ -101,6 +100,10 @@ def test_what_is_wrong_is_named_on_every_rank(tmp_path):
     for name, message in REFUSED.items():
         for theirs in found:
             assert theirs[name].startswith(message), (name, theirs[name])
+    assert [theirs["the other's"] for theirs in found] == [
+        "ValueError: llm must be one of several ranks, and not the first, got rank 0 of 2: make an AsyncLLM of it",
+        "ValueError: llm must be that of rank 0, which alone takes requests, got that of rank 1 of 2: make a Follower of it",
+    ]
     for name, message in {
         "one rank's format": "kv_dtype must be one of",
         "pages of one": "pages must be at least 1",

@@ -80,6 +80,13 @@ def test_the_memorys_limit_by_hand() -> None:
         CONFIG, workload, dtype=torch.bfloat16, kv_dtype="int8", max_num_seqs=1, ceilings=ceilings
     )
     assert one_row.steps == 6
+    of_four = memory_limit(
+        CONFIG, workload, dtype=torch.bfloat16, kv_dtype="int8", max_num_seqs=2, ceilings=ceilings,
+        ranks=4, tensor_parallel=2,
+    )  # fmt: skip
+    assert of_four.weight_bytes == weights
+    assert of_four.cached_token_bytes == 40
+    assert of_four.prefill_flops == 2 * weights
     assert "measured: a copy's bandwidth" in limit.lines()[-1]
     assert json.loads(json.dumps(limit.record()))["steps"] == 4
 

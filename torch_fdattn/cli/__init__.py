@@ -1,9 +1,9 @@
 """The command line: `fdattn generate`, `chat`, `serve`, `bench`, `explain`, `tune` and `doctor`.
 
-`generate` and `chat` run on one process, or on every rank of torchrun: with the pages of the KV cache shared by
-them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
+`generate`, `chat`, `serve` and `bench serve` run on one process, or on every rank of torchrun: with the pages of the KV
+cache shared by them, the model split over them (--tensor-parallel), or both. Generated text alone goes to stdout;
 progress and statistics go to stderr, from rank 0. An error that the user can mend is one line and exit
-code 2; 1 where the output cannot be written.
+code 2; 1 where the output cannot be written, or a rank of `serve` is lost.
 """
 
 from __future__ import annotations
@@ -195,6 +195,9 @@ def serve(
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
     ngram_tokens: NgramTokens = 0,
+    strategy: StrategyOption = KVStrategy.auto,
+    tensor_parallel: TensorParallel = 1,
+    tp_strategy: TPStrategyOption = TPStrategy.auto,
     max_sequences: Annotated[
         int, typer.Option(min=1, help="Answers in progress; 429 beyond.")
     ] = 256,
@@ -212,7 +215,8 @@ def serve(
     engine = EngineOptions(
         max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
         pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=prefix_caching,
-        ngram_tokens=ngram_tokens,
+        ngram_tokens=ngram_tokens, strategy=strategy, tensor_parallel=tensor_parallel,
+        tp_strategy=tp_strategy,
     )  # fmt: skip
     server = {
         "model_name": model_name, "host": host, "port": port, "api_key": api_key,
@@ -256,6 +260,9 @@ def bench_serve(
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
     ngram_tokens: NgramTokens = 0,
+    strategy: StrategyOption = KVStrategy.auto,
+    tensor_parallel: TensorParallel = 1,
+    tp_strategy: TPStrategyOption = TPStrategy.auto,
 ) -> None:
     """Measure serving: the engine in this process on random weights, or a server at --url."""
     from torch_fdattn.cli.bench import run_here, run_served
@@ -273,7 +280,8 @@ def bench_serve(
         engine = EngineOptions(
             max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
             pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=prefix_caching,
-            ngram_tokens=ngram_tokens,
+            ngram_tokens=ngram_tokens, strategy=strategy, tensor_parallel=tensor_parallel,
+            tp_strategy=tp_strategy,
         )  # fmt: skip
         with join(device) as world:
             code = run_here(

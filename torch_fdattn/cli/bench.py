@@ -1,4 +1,4 @@
-"""`fdattn bench serve`: the engine in this process and its peers, or a running server."""
+"""`fdattn bench serve`: the engine in this process, or on the ranks of torchrun, and its peers; or a running server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from torch_fdattn import stdout
 from torch_fdattn.cli.errors import UsageError
-from torch_fdattn.cli.setup import DType, EngineOptions
+from torch_fdattn.cli.setup import DType, EngineOptions, check_ranks
 from torch_fdattn.cli.world import World
 from torch_fdattn.models import Transformer
 from torch_fdattn.server.bench.in_process import run_workload, trace_workload
@@ -47,17 +47,26 @@ def run_here(
     world: World, shape: str, dtype: DType, num_requests: int, lengths: tuple[int, int], options: EngineOptions,
     peers: list[str], repeats: int, out: Path | None, trace: Path | None = None,
 ) -> int:  # fmt: skip
-    """In this process, with random weights of a published shape; each peer in a process of its own."""
+    """In this process, with random weights of a published shape; each peer in a process of its own.
+
+    On several ranks all make the same calls, and rank 0 tells.
+    """
     from torch_fdattn.models import named_config, random_model
 
+    def tell(lines: list[str]) -> None:
+        if world.rank == 0:
+            _print(lines)
+
+    check_ranks(options.tensor_parallel, world)
+    for name, given in (("peer", peers), ("trace", trace)):
+        if given and world.size > 1:
+            raise UsageError(f"--{name} is for one process: start it without torchrun")
     _check_peers(peers)
     if trace is not None:  # before a long run
         try:
             trace.write_bytes(b"")
         except OSError as error:
             raise UsageError(f"--trace {trace}: {error.strerror}") from None
-    if world.size > 1:
-        raise UsageError("fdattn bench serve runs on one process: start it without torchrun")
     config = named_config(shape)
     workload = _workload(num_requests, lengths, config.vocab_size)
     options = replace(options, max_model_len=options.max_model_len or workload.max_length + 1)
@@ -68,17 +77,20 @@ def run_here(
         config, workload, dtype=weights_dtype,
         kv_dtype=options.stored,
         max_num_seqs=options.max_num_seqs, ceilings=measure_ceilings(world.device, weights_dtype),
+        ranks=world.size, tensor_parallel=options.tensor_parallel,
     )  # fmt: skip
-    _print(
+    where = f"{world.device}, each of {world.size} ranks" if world.size > 1 else world.device
+    tell(
         [
-            f"{shape}, {kind}, on {world.device}: {num_requests} requests, {workload.num_prompt_tokens:,} prompt tokens, "
+            f"{shape}, {kind}, on {where}: {num_requests} requests, {workload.num_prompt_tokens:,} prompt tokens, "
             f"{workload.num_new_tokens:,} new tokens"
         ]
     )
-    _print(limit.lines())
+    tell(limit.lines())
     model = random_model(config, dtype=weights_dtype, device=world.device)
     record: dict[str, Any] = {
-        "shape": shape, "dtype": kind, "kv_dtype": options.kv_dtype.value, "limit": limit.record(), "runs": {},
+        "shape": shape, "dtype": kind, "kv_dtype": options.kv_dtype.value, "ranks": world.size,
+        "tensor_parallel": options.tensor_parallel, "limit": limit.record(), "runs": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         if peers:
@@ -86,13 +98,13 @@ def run_here(
         llm = options.make(model, None, world)
         runs = [x.figures() for x in run_workload(llm, workload, repeats)]
         record["runs"]["torch_fdattn"] = runs
-        _print(figure_lines("torch_fdattn", _best(runs), limit.seconds))
+        tell(figure_lines("torch_fdattn", _best(runs), limit.seconds))
         if options.ngram_tokens:
             stats = llm.stats()  # of all runs
             record["speculation"] = {"proposed": stats.proposed_tokens, "accepted": stats.accepted_tokens}  # fmt: skip
-            _print([f"  n-grams: {stats.accepted_tokens:,} of {stats.proposed_tokens:,} proposed tokens accepted"])  # fmt: skip
+            tell([f"  n-grams: {stats.accepted_tokens:,} of {stats.proposed_tokens:,} proposed tokens accepted"])  # fmt: skip
         if trace is not None:
-            _print([trace_workload(llm, workload, trace).table(), f"trace, for ui.perfetto.dev: {trace}"])  # fmt: skip
+            tell([trace_workload(llm, workload, trace).table(), f"trace, for ui.perfetto.dev: {trace}"])  # fmt: skip
         del model, llm
         gc.collect()
         torch.cuda.empty_cache()  # nothing where there is no GPU
@@ -102,8 +114,9 @@ def run_here(
                 for x in run_peer(peer, Path(folder), workload, repeats)
             ]
             record["runs"][peer] = runs
-            _print(figure_lines(peer, _best(runs), limit.seconds))
-    _write(out, record)
+            tell(figure_lines(peer, _best(runs), limit.seconds))
+    if world.rank == 0:
+        _write(out, record)
     return 0
 
 

@@ -2,13 +2,15 @@
 
 Iterators and the thread share two things: a queue of commands to the thread, and a mailbox for each request, which holds
 the newest output alone. Outputs are cumulative, so a slow reader misses nothing but intermediate states, and takes no
-memory.
+memory. On several ranks the thread sends what it does to the others (`followers.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import logging
 import queue
 import threading
@@ -18,8 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
+from torch_fdattn.engine.followers import Followers
 from torch_fdattn.engine.llm import LLM, Prompt
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
+from torch_fdattn.engine.rank_messages import RankLost
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.structured import Matcher
 
@@ -27,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineDead(RuntimeError):
-    """The engine's thread has ended, by an error in a step (`__cause__`) or by `AsyncLLM.close`.
+    """The engine has ended, by an error in a step, the loss of a rank (`__cause__`), or by `AsyncLLM.close`.
 
     Examples:
         >>> issubclass(torch_fdattn.engine.EngineDead, RuntimeError)
@@ -39,13 +44,14 @@ class AsyncLLM:
     """Requests to an `LLM` from coroutines of one or several event loops.
 
     Args:
-        llm: nobody else uses it from here on.
+        llm: nobody else uses it from here on. Of several ranks the first one's; the others make a `Follower` of theirs at the
+            same time.
 
     Attributes:
         llm: the engine behind: its tokenizer, max_model_len and page_size are there to be read.
 
     Raises:
-        NotImplementedError: llm runs on several ranks, where requests would come between other steps.
+        ValueError: llm is that of another rank than the first.
 
     Examples:
         >>> import asyncio
@@ -63,17 +69,20 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
-        if llm.num_ranks > 1:
-            raise NotImplementedError(
-                f"llm must run on one process, got one of {llm.num_ranks} ranks, on each of which requests would come "
-                "between other steps: make the same calls of LLM itself on all of them"
+        if llm.rank > 0:
+            raise ValueError(
+                f"llm must be that of rank 0, which alone takes requests, got that of rank {llm.rank} of {llm.num_ranks}: make a "
+                "Follower of it"
             )
         self.llm, self._error = llm, None
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._mailboxes: dict[str, _Mailbox] = {}  # of the thread alone
-        self._ended = False
+        self._running: dict[str, _Mailbox] = {}  # by request; of the thread alone
+        self._waiting: set[_Mailbox] = set()  # all that are waited for
+        self._has_ended = False
+        self._lock = threading.Lock()  # of the two before
         self._compiler = ThreadPoolExecutor(1, "torch_fdattn grammars")
-        self._lock = threading.Lock()  # between the thread's end and those who send to it
+        self._grammar_numbers = itertools.count()
+        self._followers = Followers(llm, self._end) if llm.num_ranks > 1 else None
         self._thread = threading.Thread(target=self._run, name="torch_fdattn engine", daemon=True)
         self._thread.start()
 
@@ -86,19 +95,22 @@ class AsyncLLM:
 
         Raises:
             PromptError, ValueError, TypeError: from the first `anext`: what `LLM.add_request` refuses.
-            EngineDead: a step failed, or the engine was closed.
+            EngineDead: a step failed, a rank is lost, or the engine was closed.
         """
-        grammar = None
+        number, grammar = None, None
         if params.is_structured:
-            grammar = await self._compile(params)
+            number = next(self._grammar_numbers)
+            grammar = await self._compile(number, params)
         mailbox = _Mailbox()
-        self._send(lambda: self._add(request_id, prompt, params, grammar, mailbox))
+        add = functools.partial(self._add, request_id, prompt, params, number, grammar, mailbox)
+        self._send(add, mailbox)
         output = None
         try:
             while output is None or not output.finished:
                 output = await mailbox.take()
                 yield output
         finally:
+            self._leave(mailbox)
             if output is None or not output.finished:
                 with contextlib.suppress(EngineDead):
                     self._send(lambda: self._abort(request_id, mailbox))
@@ -114,111 +126,163 @@ class AsyncLLM:
 
         def run() -> None:
             self._abort(request_id, None)
-            done.put(None)
+            self._put(done, None)
 
-        self._send(run)
-        await done.take()
+        self._send(run, done)
+        try:
+            await done.take()
+        finally:
+            self._leave(done)
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done so far.
 
         Raises:
-            EngineDead: a step failed.
+            EngineDead: a step failed, or a rank is lost.
         """
         if self._error is not None:
             raise self._dead()
         return self.llm.stats()
 
     async def close(self) -> None:
-        """Ends the thread after its current step; pending iterators get `EngineDead`."""
+        """Ends the thread after its current step, and the other ranks; pending iterators get `EngineDead`."""
         with contextlib.suppress(EngineDead):
             self._send(None)
         self._compiler.shutdown(wait=False)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
-    async def _compile(self, params: SamplingParams) -> Matcher:
+    async def _compile(self, number: int, params: SamplingParams) -> Matcher:
         """Not on the thread, where all others would wait for it; one after the other."""
 
         def run() -> Matcher:
-            if self._ended:
+            if self._has_ended:
                 raise self._dead()
             return self.llm.compile_grammar(params)
 
+        if (followers := self._followers) is not None:
+            self._send(lambda: followers.compile(number, params))
         try:
-            future = self._compiler.submit(run)
-        except RuntimeError:  # it was shut down
-            raise self._dead() from None
-        return await asyncio.wrap_future(future)
+            try:
+                future = self._compiler.submit(run)
+            except RuntimeError:  # it was shut down
+                raise self._dead() from None
+            return await asyncio.wrap_future(future)
+        except BaseException:
+            with contextlib.suppress(EngineDead):
+                self._send(lambda: self._forget(number))
+            raise
 
-    def _send(self, command: Callable[[], None] | None) -> None:
+    def _send(self, command: Callable[[], None] | None, mailbox: _Mailbox | None = None) -> None:
+        """To the thread; mailbox: where its result is waited for."""
         with self._lock:
-            if self._ended:
+            if self._has_ended:
                 raise self._dead()
+            if mailbox is not None:
+                self._waiting.add(mailbox)
             self._commands.put(command)
 
+    def _leave(self, mailbox: _Mailbox) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            self._waiting.discard(mailbox)
+
     def _dead(self) -> EngineDead:
-        error = EngineDead(
-            "the engine was closed" if self._error is None else f"a step failed: {self._error!r}"
-        )
+        said = "the engine was closed"
+        if self._error is not None:
+            said = str(self._error) if isinstance(self._error, RankLost) else f"a step failed: {self._error!r}"  # fmt: skip
+        error = EngineDead(said)
         error.__cause__ = self._error
         return error
 
-    # What follows runs on the thread.
+    # What follows runs on the thread; _end where a rank is lost too, for which the thread may wait in vain.
 
     def _run(self) -> None:
+        error = None
         try:
             if (device := self.llm.device).type == "cuda":
                 torch.cuda.set_device(device)  # of this thread
-            while self._obey():
-                for output in self.llm.step():
-                    self._deliver(output.request_id, output)
-        except Exception as error:
-            self._error = error
-            _log.error("the engine ends: a step failed", exc_info=error)
+            with assume_equal_on_all_ranks():  # what rank 0 has sent to the others
+                while self._obey():
+                    if self._followers is not None:
+                        self._followers.step()
+                    for output in self.llm.step():
+                        self._deliver(output.request_id, output)
+        except Exception as raised:
+            error = raised if self._followers is None else self._followers.cause_of(raised)
+        self._end(error)
+        for request_id in list(self._running):
+            self._abort(request_id, None)
+        self._running.clear()
+        if self._followers is not None:
+            self._followers.end(self._error)
+
+    def _end(self, error: Exception | None) -> None:
+        """The engine is dead: whoever waits for it, and whoever comes, is told so."""
         with self._lock:
-            self._ended = True
-        pending = list(self._mailboxes)
-        for request_id in pending:
-            self._deliver(request_id, self._dead())
-        while not self._commands.empty():  # their mailboxes must learn of it too
-            if (command := self._commands.get()) is not None:
-                command()
-        for request_id in pending:
-            self.llm.abort(request_id)
+            if self._has_ended:
+                return
+            self._has_ended, self._error = True, error
+            for mailbox in self._waiting:
+                mailbox.put(self._dead())
+            self._commands.put(None)  # the thread may wait for one
+        if error is not None:
+            told = None if isinstance(error, RankLost) else error
+            _log.error("the engine ends: %s", error, exc_info=told)
 
     def _obey(self) -> bool:
         """Runs the commands that there are, and waits for one while there is no other work; False: it is to end."""
-        while not (self._commands.empty() and self.llm.has_unfinished):
+        while not (self._commands.empty() and self._has_work):
             if (command := self._commands.get()) is None:
                 return False
             command()
         return True
 
+    @property
+    def _has_work(self) -> bool:
+        has_commands = self._followers is not None and self._followers.has_commands
+        return self.llm.has_unfinished or has_commands
+
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, grammar: Matcher | None,
-        mailbox: _Mailbox,
+        self, request_id: str, prompt: Prompt, params: SamplingParams, number: int | None,
+        grammar: Matcher | None, mailbox: _Mailbox,
     ) -> None:  # fmt: skip
-        if self._ended:
-            mailbox.put(self._dead())
-            return
+        """number: of the grammar."""
         try:
             self.llm.add_request(request_id, prompt, params, grammar)
         except Exception as error:  # the caller's: the engine goes on
-            mailbox.put(error)
-        else:
-            self._mailboxes[request_id] = mailbox
+            self._put(mailbox, error)
+            if number is not None:
+                self._forget(number)
+            return
+        self._running[request_id] = mailbox
+        if self._followers is not None:
+            self._followers.add(request_id, prompt, params, number)
+
+    def _forget(self, number: int) -> None:
+        if self._followers is not None:
+            self._followers.forget(number)
 
     def _abort(self, request_id: str, mailbox: _Mailbox | None) -> None:
         """mailbox: None, or of the request that is meant: a later one may have its id."""
-        if mailbox is not None and self._mailboxes.get(request_id) is not mailbox:
+        if mailbox is not None and self._running.get(request_id) is not mailbox:
             return
         if (output := self.llm.abort(request_id)) is not None:
+            if self._followers is not None:
+                self._followers.abort(request_id)
             self._deliver(request_id, output)
 
-    def _deliver(self, request_id: str, result: RequestOutput | EngineDead) -> None:
-        finished = isinstance(result, EngineDead) or result.finished
-        mailbox = self._mailboxes.pop(request_id) if finished else self._mailboxes[request_id]
-        mailbox.put(result)
+    def _deliver(self, request_id: str, output: RequestOutput) -> None:
+        running = self._running
+        self._put(running.pop(request_id) if output.finished else running[request_id], output)
+
+    def _put(self, mailbox: _Mailbox, result: RequestOutput | Exception | None) -> None:
+        """Neither the engine's end nor a mailbox's last result is replaced by the other."""
+        with self._lock:
+            if self._has_ended:
+                return
+            mailbox.put(result)
+            if not isinstance(result, RequestOutput) or result.finished:
+                self._waiting.discard(mailbox)
 
 
 class _Mailbox:

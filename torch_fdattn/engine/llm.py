@@ -62,7 +62,7 @@ class LLM:
         model, tokenizer, device: what runs, and where.
         max_model_len: as above.
         page_size: tokens of a page; with kv_group of one on each rank together.
-        num_ranks: processes that make its calls.
+        group, num_ranks, rank: the process group of all ranks that make its calls; None, 1 and 0 of one process.
 
     Raises:
         ValueError, TypeError, NotImplementedError: naming the argument.
@@ -105,8 +105,8 @@ class LLM:
         self.model, self.tokenizer = self._runner.model, tokenizer
         page_size = sizes.page_size
         self.max_model_len, self.page_size = sizes.max_model_len, page_size
-        self.num_ranks = self._runner.num_ranks
-        self.device = self._runner.rows.device
+        self.group, self.rank = self._runner.group, self._runner.rank
+        self.num_ranks, self.device = self._runner.num_ranks, self._runner.rows.device
         self._pool = PagePool(sizes.pages)
         chunk_size = None
         if batch_invariant:

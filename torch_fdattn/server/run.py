@@ -18,11 +18,19 @@ from torch_fdattn.server.options import ServerOptions
 from torch_fdattn.server.service import Service
 
 #: Of a dead engine: how long answers may take to end, and the process.
-_ANSWERS_SECONDS, _PROCESS_SECONDS = 4.0, 9.0
+_ANSWERS_SECONDS, _PROCESS_SECONDS = 4.0, 8.0
 #: Of a connection. Longer than clients keep theirs (httpx, and OpenAI's client by it, 5 s): where both end it at the
 #: same time, a request on its way is lost.
 _IDLE_SECONDS = 75
 _POLL_SECONDS = 1.0  # between looks at whether the engine lives while nobody asks it anything
+
+
+def exit_within_limit() -> None:
+    """Ends the process with exit code 1 in time, whatever its threads wait for: those that wait for a device, or for another
+    rank, do not end by themselves."""
+    timer = threading.Timer(_PROCESS_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 class AddressError(OSError):
@@ -74,10 +82,7 @@ async def _serve(
         has_failed = True
         server.config.timeout_graceful_shutdown = round(_ANSWERS_SECONDS)
         server.should_exit = service.is_draining = True
-        # A thread that waits for a device does not end by itself.
-        timer = threading.Timer(_PROCESS_SECONDS, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
+        exit_within_limit()
 
     service.on_dead = fail
     loop = asyncio.get_running_loop()
@@ -89,6 +94,7 @@ async def _serve(
     watch = asyncio.ensure_future(_watch(service))
     try:
         await server.serve(sockets=[listener])
+        service.stats()  # it may have failed while the server ended
     finally:
         watch.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):

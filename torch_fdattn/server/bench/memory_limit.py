@@ -5,7 +5,8 @@
 
 A step reads every weight once; drawing a token reads the K and V of all tokens before it. Steps: as many as
 the longest answer has tokens, or as rows of `max_num_seqs` allow. The last term is what prompts take at the
-rate of large products, without attention. Bandwidth and rate are measured, not a data sheet's.
+rate of large products, without attention. Bandwidth and rate are measured, not a data sheet's. Where ranks share the
+work these are the terms of each of them.
 """
 
 from __future__ import annotations
@@ -75,15 +76,18 @@ class MemoryLimit:
 
 def memory_limit(
     config: ModelConfig, workload: Workload, *, dtype: torch.dtype, kv_dtype: str | None,
-    max_num_seqs: int, ceilings: Ceilings,
+    max_num_seqs: int, ceilings: Ceilings, ranks: int = 1, tensor_parallel: int = 1,
 ) -> MemoryLimit:  # fmt: skip
     """The limit of a workload on a model of this shape.
 
-    dtype: of the weights. kv_dtype: as `engine.LLM` has it.
+    dtype: of the weights. kv_dtype: as `engine.LLM` has it. ranks: that share cache and prompts, each `tensor_parallel` of them
+    the weights too, but for tied embeddings.
     """
     weights, embeddings = _num_weights(config)
+    read = (weights - embeddings) // tensor_parallel
     # A step looks up rows of the embeddings; it reads all of them where they are the output matrix too.
-    read = weights if config.tie_embeddings else weights - embeddings
+    if config.tie_embeddings:
+        read += embeddings
     lengths = [(len(p), n) for p, n in zip(workload.prompts, workload.new_tokens, strict=True)]
     head_bytes = config.head_dim * dtype.itemsize
     if kv_dtype is not None:
@@ -97,8 +101,8 @@ def memory_limit(
         steps=max(max(workload.new_tokens), -(-workload.num_new_tokens // max_num_seqs)),
         weight_bytes=read * dtype.itemsize,
         cached_tokens_read=total // config.num_layers,
-        cached_token_bytes=layer_token_bytes * config.num_layers,
-        prefill_flops=2.0 * workload.num_prompt_tokens * (weights - embeddings),
+        cached_token_bytes=layer_token_bytes * config.num_layers // ranks,
+        prefill_flops=2.0 * workload.num_prompt_tokens * (weights - embeddings) / ranks,
         ceilings=ceilings,
     )
 
