@@ -212,6 +212,9 @@ def layers(kind: str) -> list[Layer]:
                 only="test_drawn or test_option_of_the_compile_backend",
             ),
             *(distributed(ranks, "rank_invariant", "invariant_caches") for ranks in (1, 3, 4, 8)),
+            # As a host of users has GPUs.
+            distributed(8, "eight_ranks"),
+            one_sided(8, "eight_ranks", only="one_sided"),
             distributed(3, "ring_attention", "tp_layers", "parallelize"),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
