@@ -33,6 +33,7 @@ _PROCESSES = (
     "tests/engine/test_mesh.py",
     "tests/engine/test_llm_sharded.py",
     "tests/benchmarks/test_distributed.py",
+    "tests/benchmarks/test_suite.py",
     "tests/benchmarks/test_tp_ways.py",
     "tests/test_faults.py",
     "tests/test_soak.py",
