@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ..report import bars
 from ..results import ROOT, command_line
 
 PASSED, FAILED, TIMED_OUT, NOT_STARTED = "passed", "failed", "timed out", "not started"
@@ -134,7 +135,16 @@ def _run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder = Path(options.out).resolve()  # runs have another current folder
     folder.mkdir(parents=True, exist_ok=True)
     on_gpus = torch.cuda.device_count() >= options.gpus
+    if not on_gpus:
+        found = torch.cuda.device_count()
+        print(
+            f"{found} GPUs for {options.gpus} ranks: tiny shapes on CPU processes, no results",
+            file=sys.stderr,
+        )
     outcomes = run(chosen, options.gpus, folder, options.limit_s, on_gpus=on_gpus)
+    if on_gpus and (judged := bars.table(folder)):
+        (folder / "bars.md").write_text(judged + "\n", "utf-8")
+        print(f"\nWhat must hold on eight GPUs (bold: it does not):\n\n{judged}")
     return int(any(outcome.status != PASSED for outcome in outcomes))
 
 
