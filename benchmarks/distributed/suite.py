@@ -162,7 +162,9 @@ def arguments(step: Step, gpus: int, folder: Path, on_gpus: bool) -> list[str]:
     """What follows `python -m benchmarks` for so many ranks."""
     sizes = ",".join(str(2**i) for i in range(gpus.bit_length()) if 2**i <= gpus)
     text = step.command if on_gpus else f"{step.tiny} --device cpu --repeats 1"
-    filled = text.format(half=max(1, gpus // 2), gpus=gpus, sizes=sizes, out=folder)
+    filled = text.format(
+        half=max(1, gpus // 2), gpus=gpus, sizes=sizes, out=shlex.quote(str(folder))
+    )
     return [*shlex.split(filled), "--json", str(folder)]
 
 

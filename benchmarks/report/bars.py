@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..results import Results
+from ..results import Results, newest
 from .tables import is_ours, markdown_table, values_of
 
 #: Parts of cases → at most so much of the time of the best stock way of the same run.
@@ -68,7 +68,7 @@ def _best(times: Mapping[str, float]) -> float:
 
 def table(folder: Path) -> str:
     """The bars as Markdown, what does not hold in bold; empty where no run has one."""
-    runs = (Results.load(path) for path in sorted(folder.glob("*_*_*.json")))
+    runs = (Results.load(path) for path in newest(folder))
     lines = []
     for bar in judged(runs):
         limit = f"{'at most' if bar.upper else 'at least'} {bar.limit:g}"

@@ -77,6 +77,8 @@ def test_every_command_is_one(tmp_path) -> None:
     assert "--kv-ranks 4" in " ".join(arguments(shared, 8, tmp_path, True))
     scaling = next(x for x in suite.STEPS if x.name == "scaling")
     assert "--sizes 1,2,4,8" in " ".join(arguments(scaling, 8, tmp_path, True))
+    crossover = next(x for x in suite.STEPS if x.name == "tp_crossover")
+    assert f"{tmp_path}/a folder/crossovers.json" in arguments(crossover, 8, tmp_path / "a folder", True)  # fmt: skip
     assert suite.LIMIT_S + suite.GRACE_S <= 480
 
 
