@@ -25,7 +25,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: demo test test-capabilities test-slow test-browser test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: bench-ranks demo test test-capabilities test-slow test-browser test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -122,6 +122,9 @@ sanitize: $(TESTED)  ## compute-sanitizer over drawn cases, on a GPU; SANITIZE="
 
 mutants: $(TESTED)  ## Plants faults one by one; the suite must fail for each: MUTANTS="--shard 1/4 --resume", or words of their names.
 	$(PYTHON) -m tests.mutants $(MUTANTS)
+
+bench-ranks: $(TESTED)  ## All benchmarks over the GPUs of one host, within 8 minutes: RANKS=8; without as many GPUs tiny, on CPU processes.
+	$(PYTHON) -m benchmarks suite --gpus $(RANKS)
 
 # The ladder (examples/kernel_ladder) in the model at LLAMA_CHAT_MODEL_PATH or LLAMA_MODEL_PATH, else SmolLM2:
 #     make bench-fdm LLAMA_MODEL_PATH=/models/llama LADDER="--prompt-tokens 512 --contiguous"

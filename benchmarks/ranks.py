@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 from .results import describe
 
@@ -35,6 +36,20 @@ class Ranks(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         return distributed_c10d._resolve_process_group(self.group_name)
+
+
+def mesh(ranks: Ranks, kv_ranks: int) -> tuple[Ranks, str]:
+    """(this rank among those that split a model, the name of its group that shares a cache) where `kv_ranks` share one.
+
+    Raises:
+        ValueError: kv_ranks does not divide the ranks.
+    """
+    if ranks.size % kv_ranks:
+        raise ValueError(f"--kv-ranks must divide the {ranks.size} ranks, got {kv_ranks}")
+    shape, names = (kv_ranks, ranks.size // kv_ranks), ("kv", "tp")
+    made = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+    kv, tp = (made[name].get_group() for name in names)
+    return Ranks(dist.get_rank(tp), shape[1], ranks.device, tp.group_name), kv.group_name
 
 
 def alone(device: torch.device) -> Ranks:
@@ -80,20 +95,24 @@ def _number(name: str) -> int:
     return value
 
 
+def torchrun(count: int, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) that run `python -m benchmarks` with these arguments on `count` ranks of this machine."""
+    environment = dict(os.environ)
+    if torch.cuda.device_count() < count:
+        threads = max(1, (os.cpu_count() or 1) // count)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*program, "--nproc-per-node", str(count), "-m", "benchmarks", *argv], environment
+
+
 def start_ranks(count: int, argv: Sequence[str]) -> int:
     """Runs this command again on `count` ranks of this machine; its exit status."""
-    environment = dict(os.environ)
     if torch.cuda.device_count() < count:
         print(
             f"{torch.cuda.device_count()} GPUs for {count} ranks: running on the CPU with gloo",
             file=sys.stderr,
         )
-        threads = max(1, (os.cpu_count() or 1) // count)
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count),
-        "-m", "benchmarks", *argv,
-    ]  # fmt: skip
+    command, environment = torchrun(count, argv)
     return subprocess.run(command, env=environment, check=False).returncode
 
 

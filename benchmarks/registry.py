@@ -205,6 +205,7 @@ _DIST_DECODE = (
         "--strategies", "default: all, in compare without hierarchical; in scaling auto",
         type=comma_separated, metavar="A,B",
     ),
+    option("--sizes", "of scaling: the numbers of ranks (default: every one)", type=numbers, metavar="A,B"),
     option(
         "--vs", "peers of nccl (gloo on a CPU), mpi; or none (default: nccl,mpi)",
         type=choices_of(("nccl", "mpi"), none=True), default=["nccl", "mpi"], metavar="A,B",
@@ -280,7 +281,9 @@ BENCHMARKS = {
         _ranks(
             "e2e", "a whole model: prefill and decode step", "end_to_end", count("--bsz", "sequences", 8),
             count("--seq-len", "tokens of each", 256), option("--mode", "default: both", choices=_MODE),
-            flag("--eager", "also our decode step without its CUDA graph"), *_MODEL, *_FORM,
+            flag("--eager", "also our decode step without its CUDA graph"),
+            count("--kv-ranks", "ranks that share the cache by position, the model split over the others; ours alone", 1),
+            *_MODEL, *_FORM,
         ),
         _ranks(
             "e2e_inference", "a whole generation: latency and tokens/s", "end_to_end",
@@ -302,6 +305,7 @@ BENCHMARKS = {
 ELSEWHERE = (
     "examples.kernel_ladder.run", "tests.compile_only.resources", "examples.training_curves.command",
     "benchmarks.serving",
+    "benchmarks.distributed.suite",
 )  # fmt: skip
 
 

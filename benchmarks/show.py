@@ -1,4 +1,4 @@
-"""The commands that show results files: table, html, compare, plot, readme. They need no torch."""
+"""The commands that show results files: table, html, compare, plot, scaling, readme. They need no torch."""
 
 from __future__ import annotations
 
@@ -43,9 +43,14 @@ def add_commands(names) -> None:
     )
 
     command = _command(
+        names, "scaling", "the figure of times over GPUs, measured and by a model", _scaling
+    )
+    command.add_argument("--output", "-o", metavar="FILE", help="default: benchmarks/results/scaling.svg")  # fmt: skip
+
+    command = _command(
         names,
         "readme",
-        "the generated tables of README.md and docs/performance.md, from the newest files",
+        "the generated tables of README.md, docs/performance.md and docs/notes/scaling.md, from the newest files",
         _readme,
     )
     command.add_argument("--check", action="store_true", help="only say whether it is up to date")
@@ -94,6 +99,16 @@ def _plot(options: argparse.Namespace) -> int:
     output = options.output or Path(options.file).with_suffix(".svg")
     try:
         written = plot(Results.load(options.file), output, options.axis)
+    except RuntimeError as failure:
+        raise ValueError(str(failure)) from failure
+    return _say(f"Written to {written}\n")
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    from .report.scaling_figure import PATH, draw
+
+    try:
+        written = draw(options.output or PATH)
     except RuntimeError as failure:
         raise ValueError(str(failure)) from failure
     return _say(f"Written to {written}\n")

@@ -342,6 +342,7 @@ class Rounds:
             for name, sample in found.items():
                 self._recorder.add_sample(self._case, name, metric, sample.median, sample.spread)
                 medians.setdefault(metric, {})[name] = sample.median
+        self._recorder.save()  # a run that is stopped later keeps what it has measured
         return medians
 
     def _slowest(self, sampler: Callable[[], float]) -> float:

@@ -24,7 +24,7 @@ from tests.layers import Layer, layers
 #: that was not made, and fails the layer.
 EXPECTED_SKIPS = re.compile(
     r"""(^|Skipped:\ |:\ )(
-        needs\ a\ CUDA\ device(\ of\ sm_90)? | needs\ \d+\ CUDA\ devices,\ found\ \d+ | needs\ \d+\ ranks(:\ .*)?
+        needs\ a\ CUDA\ device(\ of\ sm_90)? | needs\ \d+\ CUDA\ devices,\ found\ \d+ | needs\ (at\ most\ )?\d+\ ranks(:\ .*)?
         | needs\ \d+\ GiB\ of\ free\ GPU\ memory,\ found\ \d+
         | tests\ a\ kernel:\ needs\ a\ CUDA\ device\ or\ TRITON_INTERPRET=1
         | compiles\ kernels,\ which\ the\ interpreter\ replaces | the\ interpreter\ has\ no\ bfloat16

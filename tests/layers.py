@@ -35,6 +35,7 @@ _PROCESSES = (
     "tests/engine/test_followers.py",
     "tests/server/test_ranks.py",
     "tests/benchmarks/test_distributed.py",
+    "tests/benchmarks/test_suite.py",
     "tests/benchmarks/test_tp_ways.py",
     "tests/test_faults.py",
     "tests/test_soak.py",
@@ -214,6 +215,9 @@ def layers(kind: str) -> list[Layer]:
                 only="test_drawn or test_option_of_the_compile_backend",
             ),
             *(distributed(ranks, "rank_invariant", "invariant_caches") for ranks in (1, 3, 4, 8)),
+            # As a host of users has GPUs.
+            distributed(8, "eight_ranks"),
+            one_sided(8, "eight_ranks", only="one_sided"),
             distributed(3, "ring_attention", "tp_layers", "parallelize"),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]

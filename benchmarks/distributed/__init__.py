@@ -8,4 +8,6 @@ Tensor parallelism: `layer_run.py` has what runs share, `layers.py` the layers, 
 
 Decode over a sharded cache is `dist_decode.py`: `shards.py` has the inputs and the exact answers, `variants.py` what is
 compared, `case_run.py` takes one through a case; `latency.py` is of messages alone, `mpi.py` has the ranks of mpirun.
+
+`suite.py` runs all of it in one go.
 """

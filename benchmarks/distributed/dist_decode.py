@@ -134,18 +134,23 @@ def _measure_case(
 def _scaling(
     options: argparse.Namespace, ranks: Ranks, recorder: Recorder, cases: list[DecodeCase]
 ) -> bool:
-    """Strong scaling: one cache on 1, 2, …, W ranks, for every context length. Whether every result was right.
+    """Strong scaling: one cache on 1, 2, …, W ranks or on `--sizes`, for every context length; whether all was right.
 
     On k ranks the first k make a group of their own, and the others wait. On one it is our decode alone, with nothing
     around it: that is what more ranks must be compared with. A row's case ends in `ranks<k>`; the metric `scaling` is
-    how many times faster k ranks are than one.
+    how many times faster k ranks are than the fewest.
     """
     strategies = options.strategies or ["auto"]
-    groups = [_first(ranks, size) for size in range(1, ranks.size + 1)]
+    sizes = options.sizes or range(1, ranks.size + 1)
+    if wrong := [size for size in sizes if not 1 <= size <= ranks.size]:
+        raise ValueError(
+            f"--sizes must be from 1 to {ranks.size}, the number of ranks, got {wrong[0]}"
+        )
+    groups = {size: _first(ranks, size) for size in sorted(sizes)}
     holds = True
     for case in cases:
         alone: dict[str, float] = {}  # by strategy
-        for size, members in enumerate(groups, 1):
+        for size, members in groups.items():
             begin = time.monotonic()
             if members is not None:
                 holds &= _scale(case, members, recorder, strategies, options.repeats, alone)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch_fdattn.engine import Engine
 
 from ..peers.eager_parallel import EAGER, Linears, TorchModel, fused
-from ..ranks import Ranks, StepFailed, largest, together
+from ..ranks import Ranks, StepFailed, largest, mesh, together
 from ..report import parallel
 from ..report.parallel import IN_GRAPH, TORCH
 from ..results import Recorder
@@ -54,16 +54,17 @@ class _Model:
     ) -> None:  # fmt: skip
         self.ranks = ranks
         self.config = config_named(options.model, options.layers)
-        dtype = DTYPES[options.dtype]
-        needed = model_bytes(self.config, dtype, ranks.size)
-        needed += kv_bytes(self.config, dtype, ranks.size, batch, capacity)
+        dtype, kv_ranks = DTYPES[options.dtype], getattr(options, "kv_ranks", 1)
+        tp, kv_group = mesh(ranks, kv_ranks) if kv_ranks > 1 else (ranks, None)
+        needed = model_bytes(self.config, dtype, tp.size)
+        needed += kv_bytes(self.config, dtype, tp.size, batch, -(-capacity // kv_ranks))
         # Logits and the widest activations.
         needed += 3 * batch * self.config.vocab_size * dtype.itemsize
         require_memory(f"{options.model} with batch {batch}", needed, ranks.device, ranks.size)
         (method,), (variant,) = options.allreduce_method, options.strategy
         if strategy == "auto":
             method = "auto"
-        parts = (ranks.group_name, strategy, method, variant)
+        parts = (tp.group_name, strategy, method, variant)
         check = getattr(options, "check", False)
         plain = ranks.size == 1 and not check
         if plain:
@@ -75,18 +76,20 @@ class _Model:
             require_memory(f"the whole {options.model}", whole, ranks.device, ranks.size)
             self.model = parallelize(unsharded_model(self.config, ranks.device, dtype), *parts)
         else:
-            self.model = sharded_model(self.config, ranks.device, dtype, *parts, ranks.rank)
+            self.model = sharded_model(self.config, ranks.device, dtype, *parts, tp.rank)
         self.engine = Engine(
-            self.model, batch=batch, capacity=capacity, tp_group=None if plain else ranks.group_name,
-            prefill_chunk=max(1, PREFILL_TOKENS // batch),
+            self.model, batch=batch, capacity=capacity, kv_group=kv_group,
+            tp_group=None if plain else tp.group_name, prefill_chunk=max(1, PREFILL_TOKENS // batch),
         )  # fmt: skip
         self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
-        self.strategy, self.dtype = strategy, dtype
+        self.strategy, self.dtype, self.kv_ranks = strategy, dtype, kv_ranks
         variant = method if strategy == "all_reduce" else variant
         self.ours = "fdattn" if plain else our_name(strategy, variant)
 
     def peers(self, tokens: int) -> dict[str, Linears]:
-        """Eager torch, and torch's fused ops for steps of so many tokens."""
+        """Eager torch, and torch's fused ops for steps of so many tokens; neither knows a cache that ranks share."""
+        if self.kv_ranks > 1:
+            return {}
         replicated = self.strategy == "all_reduce"
         hidden = self.config.hidden_size
         return {TORCH: EAGER, **fused(self.ranks, tokens, hidden, self.dtype, replicated)}
@@ -103,7 +106,13 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     made = _Model(options, ranks, options.bsz, capacity, strategy)
     prompts = made.prompts(options.bsz, options.seq_len)
     holds = not options.check or _check(made, prompts, options, recorder)
-    sizes = f"bsz{options.bsz}", f"N{options.seq_len}", options.model, f"L{made.config.num_layers}"
+    sizes = [
+        f"bsz{options.bsz}",
+        f"N{options.seq_len}",
+        options.model,
+        f"L{made.config.num_layers}",
+    ]
+    sizes += [f"kv{options.kv_ranks}"] if options.kv_ranks > 1 else []
     for mode in [options.mode] if options.mode else ["prefill", "decode"]:
         decode = mode == "decode"
         case = " ".join(("e2e", *sizes, options.dtype, f"x{ranks.size}", mode))

@@ -82,4 +82,5 @@ def file_name(options: argparse.Namespace) -> str:
     parts = [options.name, *(part for part in (form, *variants) if part != first)]
     parts += [mode] if (mode := getattr(options, "mode", None)) else []
     parts += [f"bsz{options.bsz}"] if hasattr(options, "bsz") else []
+    parts += [f"kv{kv}"] if (kv := getattr(options, "kv_ranks", 1)) > 1 else []
     return "-".join(parts).replace("_", "-")

@@ -1,6 +1,6 @@
 """The generated parts of documents, made from the newest results file of each benchmark.
 
-README.md has the summary, docs/performance.md all results.
+README.md has the summary, docs/performance.md all results, docs/notes/scaling.md the model of times over GPUs.
 
 python -m benchmarks readme            rewrite them
 python -m benchmarks readme --check    exit 1 where they are not what the files say
@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..results import RESULTS_DIR, ROOT, Results, newest
-from . import crossovers, summary
+from . import crossovers, scaling, summary
 from .parallel import HEAD, lines_of
 from .tables import render_summary
 
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+SCALING = ROOT / "docs" / "notes" / "scaling.md"
 _LINK = "../benchmarks/results"
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
 _ORDER = ("attention", "decode", "serve", "generate")
@@ -120,6 +121,7 @@ def documents() -> dict[Path, Callable[[str], str]]:
     sections = {
         README: {"summary": summary.section},
         PERFORMANCE: {"results": section, "crossovers": crossovers.section},
+        SCALING: {"scaling": scaling.section},
     }
 
     def make(made: dict[str, Callable[[], str]], text: str) -> str:

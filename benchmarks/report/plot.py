@@ -112,6 +112,19 @@ def plot(results: Results, path: str | Path, axis: str | None = None) -> Path:
     return save(_draw(results, axis), path)
 
 
+def new_figure(inches: tuple[float, float]) -> Figure:
+    """An empty one of this size.
+
+    Raises:
+        RuntimeError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.figure
+    except ImportError as failure:
+        raise RuntimeError(f"plots need matplotlib: {install_command('bench')}") from failure
+    return matplotlib.figure.Figure(figsize=inches, layout="constrained")
+
+
 def save(figure: Figure, path: str | Path) -> Path:
     """Writes a figure in the format of the path's suffix."""
     path = Path(path)
@@ -145,10 +158,7 @@ def _svg(figure: Figure) -> str:
 
 
 def _draw(results: Results, axis: str | None) -> Figure:
-    try:
-        import matplotlib.figure
-    except ImportError as failure:
-        raise RuntimeError(f"plots need matplotlib: {install_command('bench')}") from failure
+    figure = new_figure((7, 4.4))
     possible = plottable(results)
     if not possible:
         raise ValueError(
@@ -157,7 +167,6 @@ def _draw(results: Results, axis: str | None) -> Figure:
     if axis is not None and axis not in possible:
         raise ValueError(f"--axis must be of {', '.join(possible)} for this file, got {axis!r}")
     axis = axis or possible[0]
-    figure = matplotlib.figure.Figure(figsize=(7, 4.4), layout="constrained")
     draw = {PREFILL: _rates, TRAINING: _training, RANKS: _scaling}.get(axis)
     if draw is not None:
         draw(figure, results)

@@ -31,7 +31,7 @@ FORMS = {
     "correctness": "--strategies all_gather,ring --vs nccl",
     "compare": "--strategies all_gather,push --repeats 1",
     "latency": "--repeats 1",
-    "scaling": "--strategies all_gather --repeats 1",
+    "scaling": "--strategies all_gather --sizes 2,1 --repeats 1",
 }
 
 

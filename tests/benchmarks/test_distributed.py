@@ -232,6 +232,8 @@ def test_every_strategy_of_a_ring_is_checked(monkeypatch, not_under_torchrun) ->
         ("tp_mlp --use-allreduce --allreduce-method two_shot_multimem", "needs NVLink multicast"),
         ("e2e_inference --model tiny-qwen3 --gen-len 8 --max-length 8 --device cpu", "must be more than"),
         ("ring --strategy query_split", "must be of ring"),
+        ("e2e --model tiny-qwen3 --kv-ranks 2 --device cpu", "--kv-ranks must divide the 1 ranks, got 2"),
+        ("dist_decode --case scaling --sizes 1,3 --device cpu", "--sizes must be from 1 to 1, the number of ranks, got 3"),
         ("tp_mlp --use-allreduce --strategy fused", "--strategy must be left out where .* got fused"),
         ("tp_mlp --strategy fast", "must be of auto, collective, copy_engine, fused, low_latency, got 'fast'"),
         ("e2e --strategy fused,collective", "--strategy must be one of a model, got fused,collective"),

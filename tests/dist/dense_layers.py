@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from torch import nn
 
@@ -12,7 +14,12 @@ from torch_fdattn.models.transformer import MLP, Attention
 HIDDEN, DIM = 72, 16
 
 
-def config(heads: int = 4, kv_heads: int = 2, inner: int = 29, **options) -> ModelConfig:
+def for_ranks(heads: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those (query heads, KV heads) that have a query head for each of torchrun's ranks."""
+    return [pair for pair in heads if pair[0] >= int(os.environ.get("WORLD_SIZE", "1"))]
+
+
+def config(heads: int = 8, kv_heads: int = 2, inner: int = 29, **options) -> ModelConfig:
     sizes = dict(vocab_size=11, hidden_size=HIDDEN, intermediate_size=inner, num_layers=1)
     heads = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=DIM, max_positions=64)
     return ModelConfig(**{"architecture": "qwen3", **sizes, **heads, **options})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,17 @@ def assert_near(
         error = (ours.double() - expected.double()).abs().max().item()
         largest = (expected if whole is None else whole).double().abs().max().item()
         assert error <= tolerance * max(largest, 1e-6), (error, largest)
+
+
+def hf_model(name: str) -> nn.Module:
+    """A family's small model of transformers, which skips where ranks outnumber its heads."""
+    from tests.models.hf_models import reference
+
+    model = reference(name)
+    heads = model.config.get_text_config().num_attention_heads
+    if heads < dist.get_world_size():
+        pytest.skip(f"needs at most {heads} ranks")
+    return model
 
 
 def rank_part(x: Tensor, dim: int = 0) -> Tensor:

@@ -22,9 +22,11 @@ def test_captured_tokens_are_one_process_tokens(group, rank_device, strategy, me
     """Also after something larger has outgrown the workspace that the graph holds."""
     if method != "nccl" and rank_device.type != "cuda":
         pytest.skip("needs a CUDA device")
-    dense = random_model(rank_device)
+    dense = random_model(rank_device, heads=8)
     expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
-    model = parallelize(random_model(rank_device), group, strategy, allreduce_method=method)
+    model = parallelize(
+        random_model(rank_device, heads=8), group, strategy, allreduce_method=method
+    )
     engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group)
     for width in (1, 2**14):
         steps = list(engine.generate(PROMPTS, 8))
@@ -38,14 +40,14 @@ def test_captured_tokens_are_one_process_tokens(group, rank_device, strategy, me
 def test_captures_take_what_auto_chooses(group, rank_device, measured) -> None:
     """Warm-ups leave every kernel and memory of the choice ready: all-reduces with a norm behind them
     and the last block's without."""
-    dense = random_model(rank_device)
+    dense = random_model(rank_device, heads=8)
     expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
     rows, hidden = len(PROMPTS), dense.config.hidden_size
     inner = split_evenly(dense.config.intermediate_size, dist.get_world_size())[0]
     heads = split_evenly(dense.config.num_heads, dist.get_world_size())[0] * dense.config.head_dim
     choices = [[rows, "low_latency"], [rows * 64, "nccl"]]
     measured(*((ALL_REDUCE, hidden, features, choices) for features in (inner, heads)))
-    model = parallelize(random_model(rank_device), group, "all_reduce")
+    model = parallelize(random_model(rank_device, heads=8), group, "all_reduce")
     engine = Engine(model, batch=rows, capacity=48, tp_group=group)
     steps = list(engine.generate(PROMPTS, 8))
     assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
@@ -55,12 +57,12 @@ def test_captures_take_what_auto_chooses(group, rank_device, measured) -> None:
 def test_auto_shards_prompts_and_replicates_single_tokens(
     group, rank_device, measured, monkeypatch
 ) -> None:
-    dense = random_model(rank_device)
+    dense = random_model(rank_device, heads=8)
     expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
     mlp = dense.layers[0].mlp.gate_proj
     most = split_evenly(mlp.out_features, dist.get_world_size())[0]
     measured((LAYER, mlp.in_features, most, [[len(PROMPTS), "all_reduce"], [64, "ag_rs"]]))
-    model = parallelize(random_model(rank_device), group)
+    model = parallelize(random_model(rank_device, heads=8), group)
     # Eager passes, which call `take_rows`.
     widths = () if rank_device.type == "cuda" else None
     engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group, prefill_widths=widths)

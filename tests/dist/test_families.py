@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.dist.parts import assert_near, assert_same_gradients
-from tests.models.hf_models import FAMILIES, reference
+from tests.dist.parts import assert_near, assert_same_gradients, hf_model
+from tests.models.hf_models import FAMILIES
 from torch_fdattn.dist.tensor_parallel.layers import STRATEGIES
 from torch_fdattn.engine import Engine
 from torch_fdattn.models import Transformer, load_model, load_parallel
@@ -26,7 +26,7 @@ CASES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) fo
 @pytest.fixture(params=CASES)
 def folder(request, tmp_path, group):
     """Where transformers saved a model of the family, in shards."""
-    reference(request.param).save_pretrained(tmp_path, max_shard_size="200KB")  # on rank 0 alone
+    hf_model(request.param).save_pretrained(tmp_path, max_shard_size="200KB")  # on rank 0 alone
     shared = [tmp_path]
     dist.broadcast_object_list(shared, 0)
     dist.barrier()

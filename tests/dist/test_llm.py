@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engine.expected import expect_greedy
 from tests.engine.tiny import PROMPTS, random_model
@@ -19,8 +20,9 @@ def test_greedy_tokens_are_the_models(group: str, rank_device, strategy: str) ->
     if strategy in ONE_SIDED and rank_device.type != "cuda":
         pytest.skip("needs a CUDA device")
     model = random_model(rank_device)
+    tokens = max(1, 8 // dist.get_world_size())  # of a page on each rank: prompts are of 20 at most
     llm = LLM(
-        model, kv_group=group, strategy=strategy, max_model_len=48, page_size=4, pages=24,
+        model, kv_group=group, strategy=strategy, max_model_len=48, page_size=tokens, pages=96 // tokens,
         max_num_seqs=5, max_batch_tokens=11,
     )  # fmt: skip
     for _ in range(2):  # with prefix hits the second time

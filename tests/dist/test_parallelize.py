@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.parts import assert_near, assert_same_gradients, randomise
+from tests.dist.dense_layers import for_ranks
+from tests.dist.parts import assert_near, assert_same_gradients, hf_model, randomise
 from tests.pairwise import pairwise
 from torch_fdattn.dist import TPMLP, ShardedKVCache
 from torch_fdattn.dist.collectives import split_evenly
@@ -33,7 +34,7 @@ CASES = {
 }
 
 
-def make(device, heads: int = 6, kv_heads: int = 2, layers: int = 2, **options) -> Transformer:
+def make(device, heads: int = 8, kv_heads: int = 2, layers: int = 2, **options) -> Transformer:
     sizes = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=45, num_layers=layers)
     shape = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=16, max_positions=64)
     config = ModelConfig(**{"architecture": "qwen3", **sizes, **shape, **options})
@@ -62,10 +63,10 @@ def compare(dense: nn.Module, parallel: nn.Module, tokens: Tensor, heads: tuple)
 def test_ours(group, rank_device, strategy: str, case: str) -> None:
     dense = make(rank_device, **CASES[case])
     parallel = parallelize(copy.deepcopy(dense), group, strategy)
-    compare(dense, parallel, tokens_for(rank_device), (6, 2, 16))
+    compare(dense, parallel, tokens_for(rank_device), (8, 2, 16))
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("heads", for_ranks([(9, 3), (4, 4), (8, 1)]), ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_head_counts(group, rank_device, strategy: str, heads) -> None:
     dense = make(rank_device, *heads, layers=1)
@@ -121,7 +122,7 @@ def test_auto_in_a_reentrant_checkpoint(group, rank_device, measured) -> None:
         y = logits_of(model, tokens)
         F.cross_entropy(y[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
         model.layers = layers
-    assert_same_gradients(parallel, dense, 6, 2, 16)
+    assert_same_gradients(parallel, dense, 8, 2, 16)
 
 
 def test_auto_refuses_gradients_of_sharded_rows(group, rank_device) -> None:
@@ -141,9 +142,8 @@ def test_auto_refuses_gradients_of_sharded_rows(group, rank_device) -> None:
     implementation=["sdpa", "eager"],
 )
 def test_transformers(group, rank_device, strategy: str, case: str, implementation: str) -> None:
-    from tests.models.hf_models import reference
 
-    dense = reference(case)
+    dense = hf_model(case)
     dense.set_attn_implementation(implementation)
     dense = dense.to(rank_device)
     parallel = parallelize(copy.deepcopy(dense), group, strategy)
@@ -164,9 +164,8 @@ def test_transformers(group, rank_device, strategy: str, case: str, implementati
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_transformers_generate(group, rank_device, strategy: str) -> None:
     """transformers' own generation with its own cache, also over a padded batch."""
-    from tests.models.hf_models import reference
 
-    dense = reference("qwen3")
+    dense = hf_model("qwen3")
     dense.set_attn_implementation("sdpa")
     dense = dense.to(rank_device)
     parallel = parallelize(copy.deepcopy(dense), group, strategy)
@@ -184,9 +183,7 @@ def test_transformers_generate(group, rank_device, strategy: str) -> None:
 def test_transformers_cache_by_either_name(group, rank_device, name: str) -> None:
     from transformers import DynamicCache
 
-    from tests.models.hf_models import reference
-
-    dense = reference("qwen3").to(rank_device)
+    dense = hf_model("qwen3").to(rank_device)
     layer = parallelize(dense, group, "all_reduce").model.layers[0].self_attn
     x = torch.randn(2, 5, dense.config.hidden_size).to(rank_device)
     angles = dense.model.rotary_emb(x, torch.arange(5, device=rank_device)[None])
@@ -261,13 +258,13 @@ def test_compiles_whole(group, rank_device, strategy: str) -> None:
         assert_near(logits, expected)
         for y in (expected, logits):
             y.sin().sum().backward()
-        assert_same_gradients(parallel, dense, 6, 2, 16)
+        assert_same_gradients(parallel, dense, 8, 2, 16)
 
 
 def test_takes_a_mesh(rank_device, mesh) -> None:
     dense = make(rank_device, layers=1)
     parallel = parallelize(copy.deepcopy(dense), mesh)
-    compare(dense, parallel, tokens_for(rank_device), (6, 2, 16))
+    compare(dense, parallel, tokens_for(rank_device), (8, 2, 16))
 
 
 class TestBadInput:
@@ -368,10 +365,9 @@ def test_inference_form_follows_the_number_of_tokens(group, rank_device, measure
 @torch.no_grad()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fused_layers_in_transformers(group, rank_device, strategy: str) -> None:
-    from tests.models.hf_models import reference
 
     for case in ("llama3_tied", "qwen3"):
-        dense = reference(case).to(rank_device)
+        dense = hf_model(case).to(rank_device)
         parallel = parallelize(copy.deepcopy(dense), group, strategy, fused=True)
         tokens = tokens_for(rank_device, vocab=dense.config.vocab_size)
         assert_near(logits_of(parallel, tokens), logits_of(dense, tokens))

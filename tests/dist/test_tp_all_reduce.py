@@ -75,7 +75,7 @@ def test_all_reduce_by_values(group, rank_device) -> None:
         parts = [draw(count, device=rank_device, dtype=dtype) for _ in range(world)]
         for i, part in enumerate(parts):
             part[:: 2 + i] = 0.0
-            part[:: 5 - i] = -0.0
+            part[:: 5 - i % 4] = -0.0
             part[:2] = -0.0 if i else 0.0
         y = torch.full_like(parts[0], float("nan"))
         time.sleep(rng.random() * 0.003)

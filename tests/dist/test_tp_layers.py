@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.dist.dense_layers import DIM, HIDDEN, config, dense_attention, dense_mlp
+from tests.dist.dense_layers import DIM, HIDDEN, config, dense_attention, dense_mlp, for_ranks
 from tests.dist.parts import assert_near, assert_same_gradients, randomise, rank_part
 from tests.pairwise import pairwise
 from torch_fdattn.dist import TPMLP, TPAttention
@@ -23,7 +23,7 @@ from torch_fdattn.models.transformer import Block
 
 BATCH, LENGTH = 2, 7  # 14 tokens: uneven on 3 and 4 ranks
 TOKENS = BATCH * LENGTH
-HEADS = [(9, 3), (4, 4), (8, 1), (6, 2)]
+HEADS = for_ranks([(9, 3), (4, 4), (8, 1), (6, 2)])
 
 
 def uneven_tokens(tokens: int = TOKENS) -> TokenRows:
@@ -87,7 +87,7 @@ def compare(dense, parallel, run_dense, run_parallel, strategy: str, heads, devi
 def test_mlp(group, rank_device, strategy: str, library: str, options: dict) -> None:
     dense = dense_mlp(config(**options), library).to(rank_device)
     parallel = TPMLP.from_module(dense, group, strategy, tokens=uneven_tokens())
-    compare(dense, parallel, *[lambda mlp, x: mlp(x)] * 2, strategy, (4, 4, DIM), rank_device)
+    compare(dense, parallel, *[lambda mlp, x: mlp(x)] * 2, strategy, (8, 8, DIM), rank_device)
 
 
 @pairwise(
@@ -198,7 +198,7 @@ def test_compiles_whole(group, rank_device, strategy: str, backend: str) -> None
 
 
 def test_frozen_parameters_take_their_hooks_when_thawed(group, rank_device) -> None:
-    dense = dense_attention(config(4, 1, attention_bias=True), "ours").to(rank_device)
+    dense = dense_attention(config(8, 1, attention_bias=True), "ours").to(rank_device)
     dense.requires_grad_(False)
     parallel = TPAttention.from_module(dense, group, "ag_rs", tokens=uneven_tokens())
     assert not any(parameter.requires_grad for parameter in parallel.parameters())
@@ -206,7 +206,7 @@ def test_frozen_parameters_take_their_hooks_when_thawed(group, rank_device) -> N
     parallel.requires_grad_(True)
     turns = angles(rank_device)
     both = [lambda attention, x: run(attention, "ours", x, turns)] * 2
-    compare(dense, parallel, *both, "ag_rs", (4, 1, DIM), rank_device)
+    compare(dense, parallel, *both, "ag_rs", (8, 1, DIM), rank_device)
 
 
 def test_slices_do_not_keep_the_dense_weights(group, rank_device) -> None:
@@ -315,7 +315,7 @@ class TestBadInput:
 @pytest.mark.parametrize("fused", [False, True])
 def test_in_a_block(group, rank_device, strategy: str, fused: bool) -> None:
     """The plain block, whose norms run with their hooks, and the fused one, which adds and norms in one op."""
-    dense = randomise(Block(config(heads=4, kv_heads=2), 0)).to(rank_device)
+    dense = randomise(Block(config(), 0)).to(rank_device)
     parallel, tokens, seen = copy.deepcopy(dense), uneven_tokens(), []
     parallel.self_attn = TPAttention.from_module(dense.self_attn, group, strategy, tokens=tokens)
     parallel.mlp = TPMLP.from_module(dense.mlp, group, strategy, tokens=tokens)

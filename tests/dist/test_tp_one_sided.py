@@ -91,7 +91,7 @@ def test_matmul_reduce_scatter(
         assert torch.equal(y, matmul_reduce_scatter(*ours, group, strategy=strategy))
 
 
-@pytest.mark.parametrize("shares", [(5, 0, 3, 1), (2, 3, 0, 4)])
+@pytest.mark.parametrize("shares", [(5, 0, 3, 1, 0, 2, 6, 0), (2, 3, 0, 4, 1, 0, 0, 7)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_uneven_rows(group, rank_device, strategy: str, shares: tuple[int, ...]) -> None:
     """Any number of rows on any rank; `fused` leaves them to `collective`."""
