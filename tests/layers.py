@@ -30,7 +30,6 @@ _ROOT = Path(__file__).parents[1]
 #: Tests of several busy processes each: side by side they take longer than one after the other.
 _PROCESSES = (
     "tests/engine/test_ranks.py",
-    "tests/engine/test_mesh.py",
     "tests/engine/test_llm_sharded.py",
     "tests/benchmarks/test_distributed.py",
     "tests/benchmarks/test_tp_ways.py",
