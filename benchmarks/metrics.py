@@ -68,7 +68,7 @@ _OTHERS = (
     Metric("perplexity", "perplexity", "Perplexity", None),
     Metric("perplexity_change", "percent", "Change of the perplexity, %", None),
     Metric(
-        "same_likeliest", "percent", "Tokens behind which the most likely one is the same, %", None
+        "top1_agreement", "percent", "Tokens behind which the most likely one is the same, %", None
     ),
     Metric("registers", "registers", "Registers a thread", None),
     Metric("spill_bytes", "bytes", "Stack and spills a thread, bytes", None),

@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
     kl_max: float
     perplexity: float
     perplexity_change: float  # percent
-    same_likeliest: float  # percent of the tokens
+    top1_agreement: float  # percent of the tokens
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
@@ -88,16 +88,16 @@ def teacher_forced(
     return torch.cat(logits)
 
 
-def compare(exact: Tensor, found: Tensor, tokens: Tensor) -> Comparison:
-    """Logits `found` (N, vocab) with `exact` ones, behind all of tokens (N,) but the last."""
-    divergences, losses, same = [], [], 0
+def compare(exact: Tensor, quantised: Tensor, tokens: Tensor) -> Comparison:
+    """Logits `quantised` (N, vocab) with `exact` ones, behind all of tokens (N,) but the last."""
+    divergences, losses, agreeing = [], [], 0
     following = tokens[1:].split(_ROWS)
-    for p, q, next_tokens in zip(exact[:-1].split(_ROWS), found[:-1].split(_ROWS), following, strict=True):  # fmt: skip
+    for p, q, next_tokens in zip(exact[:-1].split(_ROWS), quantised[:-1].split(_ROWS), following, strict=True):  # fmt: skip
         p, q = (x.double().log_softmax(-1) for x in (p, q))
         divergences.append((p.exp() * (p - q)).sum(-1))
         losses.append(torch.stack([F.nll_loss(x, next_tokens, reduction="none") for x in (p, q)]))
-        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        agreeing += int((p.argmax(-1) == q.argmax(-1)).sum())
     kl, (expected, own) = torch.cat(divergences), torch.cat(losses, 1).mean(1).exp().tolist()
     return Comparison(
-        float(kl.mean()), float(kl.max()), own, 100 * (own / expected - 1), 100 * same / len(kl)
+        float(kl.mean()), float(kl.max()), own, 100 * (own / expected - 1), 100 * agreeing / len(kl)
     )

@@ -44,7 +44,7 @@ def test_the_same_cache_changes_nothing(model) -> None:
     perplexity = F.cross_entropy(exact[:-1], tokens[1:]).exp().item()
     found = compare(exact, again, tokens)
     assert (found.kl_mean, found.kl_max, found.perplexity_change) == (0, 0, 0)
-    assert found.same_likeliest == 100
+    assert found.top1_agreement == 100
     assert found.perplexity == pytest.approx(perplexity, rel=1e-5)
 
 
@@ -61,7 +61,7 @@ def test_it_is_torchs_own_divergence(model, kv_dtype: str) -> None:
     before, after = (F.cross_entropy(x[:-1], tokens[1:]).exp().item() for x in logits)
     assert found.perplexity_change == pytest.approx(100 * (after / before - 1), abs=1e-3)
     same = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
-    assert found.same_likeliest == pytest.approx(100 * same)
+    assert found.top1_agreement == pytest.approx(100 * same)
 
 
 def test_two_tokens_by_hand() -> None:
