@@ -45,6 +45,8 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     if device.type == "cpu":
         recorder.results.meta["gpu"] = processor()
     model = load_model(options.model, dtype=DTYPES[options.dtype], device=device).for_inference()
+    if options.tokens > (limit := model.config.max_positions):
+        raise ValueError(f"--tokens must be at most the model's {limit}, got {options.tokens}")
     tokenizer = load_tokenizer(options.model)
     texts = {Path(name).stem: Path(name).read_text(encoding="utf-8") for name in options.texts}
     for name, text in (texts or {"prose": TEXT}).items():

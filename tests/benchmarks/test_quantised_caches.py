@@ -96,6 +96,9 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
             ratio = by_impl[row.impl] / by_impl["fp32"]
             assert row.value == pytest.approx(100 * (ratio - 1), abs=1e-2)
     assert "| smollm2 sayings 40 tokens fp32 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--tokens", "129"])
+    assert "--tokens must be at most the model's 128, got 129" in capsys.readouterr().err
     text.write_text("A")
     with pytest.raises(SystemExit):
         main(words.split())
