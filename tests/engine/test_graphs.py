@@ -26,13 +26,13 @@ CACHES = [
 class Replayed(CachedBatch):
     """Whose steps are replays; captured before anything is stored."""
 
-    @torch.inference_mode()
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         batch = len(self.cache.held)
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self._counts = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self._captured = CapturedStep(self._decode, self.device)
+        with torch.inference_mode():
+            self._captured = CapturedStep(self._decode, self.device)
 
     @torch.inference_mode()
     def step(self, tokens, active=None):
