@@ -40,6 +40,10 @@ class Comparison(NamedTuple):
     top1_agreement: float  # percent of the tokens
 
 
+def file_name(options: argparse.Namespace) -> str:
+    return f"quantised-caches-{options.dtype}"
+
+
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     device = ranks.device
     if device.type == "cpu":

@@ -83,10 +83,11 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
         quantised_caches, "load_model", lambda name, dtype, device: random_model(device).to(dtype)
     )
     monkeypatch.setattr(quantised_caches, "load_tokenizer", lambda name: Bytes())
-    text, file = tmp_path / "sayings.txt", tmp_path / "run.json"
+    text = tmp_path / "sayings.txt"
     text.write_text("A stitch in time saves nine. " * 3)
-    words = f"quantised_caches --device cpu --texts {text} --tokens 40 --json {file}"
+    words = f"quantised_caches --device cpu --texts {text} --tokens 40 --json {tmp_path}"
     assert main(words.split()) == 0
+    (file,) = tmp_path.glob("*_quantised-caches-fp32.json")
     results = Results.load(file)
     assert {row.case for row in results.rows} == {"smollm2 sayings 40 tokens fp32"}
     by_impl = {row.impl: row.value for row in results.rows if row.metric == "perplexity"}
