@@ -151,6 +151,7 @@ ENTRIES = {
     "parallelize": (lambda g, d: parallelize(model(d), g)(torch.ones(1, 4, dtype=torch.long, device=d)), "mesh", True),
     "LLM, kv_group": (lambda g, d: engine(d, False, kv_group=g), "kv_group", False),
     "LLM, tp_group": (lambda g, d: engine(d, True, tp_group=g), "tp_group", False),
+    "LLM, sync_group": (lambda g, d: engine(d, False, kv_group=dist.group.WORLD, sync_group=g), "sync_group", False),
     "backend": (lambda g, d: parse({"group": g})._asdict(), OPTION, True),
     "backend, alone": (lambda g, d: parse(g)._asdict(), OPTION, False),
     "explain": (explained, OPTION, True),

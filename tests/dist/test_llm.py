@@ -11,6 +11,7 @@ from tests.engine.sharded_worker import windowed
 from tests.engine.tiny import PROMPTS, random_model
 from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE, ONE_SIDED
 from torch_fdattn.engine import LLM, SamplingParams
+from torch_fdattn.models.parallelize import parallelize
 
 from .test_rank_invariant import alone  # noqa: F401
 
@@ -98,3 +99,20 @@ def test_what_bits_on_any_number_of_ranks_need(group, alone, rank_device) -> Non
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             LLM(model, **given, **wrong)
+
+
+def test_engines_side_by_side(group, alone, rank_device) -> None:  # noqa: F811
+    """Each rank serves other requests, in a mesh of its own."""
+    model = parallelize(random_model(rank_device), alone)
+    options = dict(kv_group=alone, tp_group=alone, pages=8, max_model_len=48)
+    llm = LLM(model, sync_group=alone, **options)
+    prompt = PROMPTS[dist.get_rank() % len(PROMPTS)]
+    (output,) = llm.generate([prompt], GREEDY)
+    expect_greedy(random_model(rank_device), prompt, output.outputs[0])
+    llm.close()
+    world = dist.get_world_size()
+    if world > 1:
+        with pytest.raises(ValueError, match=f"of a mesh of all ranks, got groups of 1 and 1 among {world} ranks: give sync_group"):  # fmt: skip
+            LLM(model, **options)
+        with pytest.raises(ValueError, match=f"sync_group must have the ranks of .* together, 1, got a group of {world}"):  # fmt: skip
+            LLM(model, sync_group=group, **options)

@@ -52,7 +52,8 @@ class LLM:
         kv_group: the process group that shares the cache by position: each rank has `pages` pages, of every sequence
             page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`, `hierarchy`: of `dist.decode`.
         tp_group: the process group that the model is parallelised over. All ranks of both groups make the same calls; the
-            first one's draws are taken. Both together are the dimensions of a mesh of all ranks.
+            first one's draws are taken. Both together are the dimensions of a mesh of all ranks, or, where it is given, of
+            those of `sync_group`: one of several engines side by side.
         batch_invariant: the same bits for a request whatever else is in the batch; what it costs says docs/engine.md.
         rank_invariant: with batch_invariant, the same bits on any number of ranks of kv_group, one included, at one page_size:
             `dist.decode`'s invariant_block is a page.
@@ -96,13 +97,13 @@ class LLM:
         pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
         enable_prefix_caching: bool = True, cuda_graph: bool | None = None, kv_group: Group = None,
         strategy: str = "auto", hierarchy: tuple[Group, Group] | None = None, tp_group: Group = None,
-        batch_invariant: bool = False, rank_invariant: bool = False,
+        sync_group: Group = None, batch_invariant: bool = False, rank_invariant: bool = False,
         speculation: NgramSpeculation | None = None, run_ahead: bool = True, fused: bool = True,
     ) -> None:  # fmt: skip
         self._runner, sizes = make_runner(
             model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
             pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=enable_prefix_caching,
-            cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, hierarchy=hierarchy, tp_group=tp_group,
+            cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, hierarchy=hierarchy, tp_group=tp_group, sync_group=sync_group,
             batch_invariant=batch_invariant, rank_invariant=rank_invariant, speculation=speculation,
             run_ahead=run_ahead, fused=fused,
         )  # fmt: skip

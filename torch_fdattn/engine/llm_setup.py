@@ -41,8 +41,8 @@ def make_runner(
     model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
     max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None,
     enable_prefix_caching: bool, cuda_graph: bool | None, kv_group: Group, strategy: str,
-    hierarchy: tuple[Group, Group] | None, tp_group: Group, batch_invariant: bool, rank_invariant: bool,
-    speculation: NgramSpeculation | None, run_ahead: bool, fused: bool,
+    hierarchy: tuple[Group, Group] | None, tp_group: Group, sync_group: Group, batch_invariant: bool,
+    rank_invariant: bool, speculation: NgramSpeculation | None, run_ahead: bool, fused: bool,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
     """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
@@ -55,7 +55,7 @@ def make_runner(
         max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, page_size=page_size,
         max_model_len=max_model_len, pages=pages,
     )  # fmt: skip
-    groups = EngineGroups.of(kv_group, tp_group)
+    groups = EngineGroups.of(kv_group, tp_group, sync_group)
     with groups.refusing(weight):
         _expect_positive(**sizes)
         _expect_bool(
