@@ -1,13 +1,15 @@
 """Tokens per second and time to first token of a real model, through torch_fdattn's own engine.
 
 Greedy, one sequence, random prompt tokens (their values do not change the work). Under torchrun the
-KV cache is sharded over the ranks and rank 0 records, as `fdattn/all_gather`. Each repeat starts
-with an empty cache, after a first run that compiles and is not counted.
+KV cache is sharded over the ranks and rank 0 records, as `fdattn/all_gather`. No repeat finds a prefix in
+the cache; a first run compiles and is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +20,10 @@ from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import GenerateCase
 from .timing import Sample
 
-KV_BLOCK = 16  # positions that are dealt to ranks in turn
+if TYPE_CHECKING:
+    from torch_fdattn.engine import LLM
+
+PAGE_SIZE = 16  # positions that are dealt to ranks in turn
 
 
 class Sharded(Implementation):
@@ -48,7 +53,7 @@ def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
 
 def _generate(run: Run, case: GenerateCase, ranks: Ranks) -> dict[str, Sample]:
     """Tokens per second after the first, and milliseconds to the first."""
-    from torch_fdattn.engine import Engine, Stats
+    from torch_fdattn.engine import LLM
     from torch_fdattn.models import load_model
 
     model = load_model(case.model, dtype=DTYPES[case.dtype], device=ranks.device)
@@ -56,21 +61,29 @@ def _generate(run: Run, case: GenerateCase, ranks: Ranks) -> dict[str, Sample]:
     shape = (config.num_heads, config.num_kv_heads, config.head_dim)
     if shape != (case.heads, case.kv_heads, case.head_dim):
         raise ValueError(f"case must have the model's heads and head_dim {shape}, got {case.name}")
-    capacity, group = case.prompt_tokens + case.new_tokens, ranks.group_name
-    engine = Engine(
-        model, capacity=capacity, kv_group=group if ranks.size > 1 else None, kv_block=KV_BLOCK
-    )
+    group = ranks.group_name if ranks.size > 1 else None
+    llm = LLM(
+        model, max_num_seqs=1, max_model_len=case.prompt_tokens + case.new_tokens, page_size=PAGE_SIZE,
+        kv_group=group, enable_prefix_caching=False, run_ahead=ranks.device.type == "cuda",
+    )  # fmt: skip
     made = generator(torch.device("cpu"), 0)
     prompt = torch.randint(config.vocab_size, (case.prompt_tokens,), generator=made).tolist()
-    runs = []
-    for _ in range(run.repeats + 1):
-        engine.reset()
-        stats = Stats()
-        for _ in engine.stream(prompt, case.new_tokens, stats=stats):
-            pass
-        runs.append(stats)
-    engine.close()
+    runs = [_seconds(llm, prompt, case.new_tokens) for _ in range(run.repeats + 1)][1:]
+    llm.close()
+    steps = case.new_tokens - 1
     return {
-        "tokens_per_s": Sample(tuple(stats.tokens_per_s for stats in runs[1:])),
-        "first_token_ms": Sample(tuple(1e3 * stats.first_token_s for stats in runs[1:])),
+        "tokens_per_s": Sample(tuple(steps / (times[-1] - times[0]) for times in runs)),
+        "first_token_ms": Sample(tuple(1e3 * times[0] for times in runs)),
     }
+
+
+def _seconds(llm: LLM, prompt: list[int], new_tokens: int) -> list[float]:
+    """From the request on until each of its tokens is on the host."""
+    from torch_fdattn.engine import SamplingParams
+
+    times, began = [], time.perf_counter()
+    llm.add_request("", prompt, SamplingParams(temperature=0, max_tokens=new_tokens))
+    while llm.has_unfinished:
+        if llm.step():
+            times.append(time.perf_counter() - began)
+    return times

@@ -22,7 +22,13 @@ class Metric:
 
     def format(self, value: float) -> str:
         if self.higher is None:
-            form = {"abs": ".1e", "nats": ".4f", "registers": ".0f", "bytes": ".0f"}
+            form = {
+                "abs": ".1e",
+                "nats": ".4f",
+                "perplexity": ".2f",
+                "registers": ".0f",
+                "bytes": ".0f",
+            }
             return f"{value:{form.get(self.unit, '.1f')}}"
         if abs(value) < 1:
             return f"{value:.3g}"
@@ -59,6 +65,13 @@ _OTHERS = (
     Metric("train_loss", "nats", "Training loss, mean since the line above, nats a byte", None),
     Metric("val_loss", "nats", "Validation loss after the last step, nats a byte", None),
     Metric("loss_gap", "abs", "Mean distance of the curve to that of sdpa, nats", None),
+    Metric("kl_mean", "nats", "KL divergence of the next token's distribution, mean, nats", None),
+    Metric("kl_max", "nats", "KL divergence of the next token's distribution, largest, nats", None),
+    Metric("perplexity", "perplexity", "Perplexity", None),
+    Metric("perplexity_change", "percent", "Change of the perplexity, %", None),
+    Metric(
+        "top1_agreement", "percent", "Tokens behind which the most likely one is the same, %", None
+    ),
     Metric("registers", "registers", "Registers a thread", None),
     Metric("spill_bytes", "bytes", "Stack and spills a thread, bytes", None),
     Metric("shared_KiB", "KiB", "Shared memory a block, KiB", None),

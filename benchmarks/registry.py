@@ -20,6 +20,7 @@ RING_STRATEGIES = ("ring", "all_gather", "one_sided", "ulysses", "star")
 TILE_SIZES = ("block_m", "block_n", "num_warps", "num_stages")
 PEERS = {"attention": "cudnn,fa2,flex", "decode": "fdattn/full,cudnn,fa2"}
 FEATURE_PEERS = "flex,sdpa"
+KV_DTYPES = ("fp8_e4m3", "fp8_e5m2", "int8")
 
 
 class Option(NamedTuple):
@@ -257,6 +258,22 @@ BENCHMARKS = {
         Benchmark(
             "generate", "a real model: tokens/s, also under torchrun", "generate",
             (REPEATS, *ONE_DEVICE), cases.GENERATE_CASES, may_be_over_ranks=True,
+        ),
+        Benchmark(
+            "quantised_caches", "KL divergence and perplexity of a real model over caches of one byte an element",
+            "quantised_caches",
+            (
+                option("--model", "as models.load_model's (default: %(default)s)", default="smollm2"),
+                option("--texts", "files (default: some prose of the tests)", type=comma_separated, default=[], metavar="A,B"),
+                count("--tokens", "of each text, at most", 1024),
+                option(
+                    "--kv-dtypes", f"of {', '.join(KV_DTYPES)} (default: all)", type=choices_of(KV_DTYPES),
+                    default=list(KV_DTYPES), metavar="A,B",
+                ),
+                option("--dtype", "of weights and the cache that they are compared with (default: bf16, fp32 on a CPU)", choices=("bf16", "fp16", "fp32")),
+                *RESULTS,
+                option("--device", "cuda, cuda:N, or cpu", default="cuda"),
+            ),
         ),
         _one(
             "host", "the host time of one eager decode call by parts; of the first decode case, or of --cases", "host",

@@ -50,7 +50,8 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             raise ValueError(f"{flag} must be at least 1, got {value}")
     if benchmark.over_ranks or (benchmark.may_be_over_ranks and under_torchrun()):
         return _over_ranks(options, argv)
-    chosen_cases(options)  # a typo is said at once
+    if benchmark.cases:
+        chosen_cases(options)  # a typo is said at once
     if getattr(options, "peers_dir", None) is not None:
         import site
 

@@ -30,7 +30,6 @@ _ROOT = Path(__file__).parents[1]
 #: Tests of several busy processes each: side by side they take longer than one after the other.
 _PROCESSES = (
     "tests/engine/test_ranks.py",
-    "tests/engine/test_mesh.py",
     "tests/engine/test_llm_sharded.py",
     "tests/engine/test_followers.py",
     "tests/server/test_ranks.py",
@@ -136,6 +135,7 @@ def layers(kind: str) -> list[Layer]:
                 "agreement",
                 "rank_invariant",
                 "invariant_caches",
+                "llm",
                 only=f"not ({COMPILED})",
                 marked="not slow",
             ),
@@ -146,7 +146,7 @@ def layers(kind: str) -> list[Layer]:
                 "parallelize",
                 "tp_layers",
                 "kv_cache",
-                "engine",
+                "llm_tensor_parallel",
                 "invariant_caches",
                 "ulysses_ring",
                 only=f"not ({COMPILED} or test_drawn or test_context_parallel_and_compiled or test_option_of_the_compile_backend or test_transformers_generate or (test_inference_form and first))",

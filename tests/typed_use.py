@@ -18,9 +18,7 @@ from torch_fdattn.dist import SequenceShards, ShardedKVCache, ShardMap
 from torch_fdattn.engine import (
     LLM,
     Chat,
-    Engine,
     PagedKVCache,
-    Sampling,
     SamplingParams,
     Stats,
     stream_text,
@@ -91,13 +89,10 @@ def language_models(folder: Path, mesh: DeviceMesh) -> nn.Module:
 
 def generation(model: Transformer, folder: Path) -> str:
     tokenizer: Tokenizer = load_tokenizer(folder)
-    engine = Engine(model, capacity=256, kv_dtype="int8")
     drawn: list[int] = []
     stats = Stats()
-    prompts = [tokenizer.encode("Hello")]
-    sampling = Sampling(temperature=0.7, seed=1)
-    for tokens in engine.generate(prompts, 8, sampling=sampling, stats=stats):
-        drawn += [token for token in tokens if token is not None]
+    for output in LLM(model, kv_dtype="int8").generate([tokenizer.encode("Hello")]):
+        drawn += output.outputs[0].token_ids
     cache = PagedKVCache(2, 1, 8, 4096, 128, dtype=torch.float16, device="cpu")
     llm = LLM(model, tokenizer, max_num_seqs=1)
     text: str = "".join(stream_text(llm, "Hello", SamplingParams(max_tokens=8), stats=stats))

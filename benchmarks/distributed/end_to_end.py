@@ -1,6 +1,6 @@
 """Whole models with random weights: one prefill, one decode step, or a whole generation.
 
-Ours is the engine, its decode steps captured in a CUDA graph; `eager` is eager PyTorch with NCCL on the
+Ours is the model over its cache, on GPUs its passes in CUDA graphs (static_batch.py); `eager` is eager PyTorch with NCCL on the
 same weights and the same cache memory (peers/eager_parallel.py), one all-reduce after each layer; `torch_symm` the same
 by torch's fused symmetric-memory ops. On one process ours is the plain model. `…_graph` is a decode step of
 theirs in a CUDA graph.
@@ -14,13 +14,11 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-
-from torch_fdattn.engine import Engine
 
 from ..peers.eager_parallel import EAGER, Linears, TorchModel, fused
 from ..ranks import Ranks, StepFailed, largest, mesh, together
@@ -39,6 +37,7 @@ from .models import (
     unsharded_model,
 )
 from .parallel_options import file_name as file_name
+from .static_batch import StaticBatch
 
 table = parallel.table
 Item = TypeVar("Item")
@@ -47,7 +46,7 @@ PREFILL_TOKENS = 65536  # of the whole batch in a pass, which bounds the activat
 
 
 class _Model:
-    """The parallel model, on one process the plain one, in an engine, and eager torch over the same memory."""
+    """The parallel model, on one process the plain one, over its cache, and eager torch over the same memory."""
 
     def __init__(
         self, options: argparse.Namespace, ranks: Ranks, batch: int, capacity: int, strategy: str,
@@ -77,11 +76,9 @@ class _Model:
             self.model = parallelize(unsharded_model(self.config, ranks.device, dtype), *parts)
         else:
             self.model = sharded_model(self.config, ranks.device, dtype, *parts, tp.rank)
-        self.engine = Engine(
-            self.model, batch=batch, capacity=capacity, kv_group=kv_group,
-            tp_group=None if plain else tp.group_name, prefill_chunk=max(1, PREFILL_TOKENS // batch),
-        )  # fmt: skip
-        self.torch = TorchModel(self.model, self.engine.cache, ranks.size)
+        chunk = max(1, PREFILL_TOKENS // batch)
+        self.batch = StaticBatch(self.model, batch, capacity, chunk, kv_group)
+        self.torch = TorchModel(self.model, self.batch.cache, ranks.size)
         self.strategy, self.dtype, self.kv_ranks = strategy, dtype, kv_ranks
         variant = method if strategy == "all_reduce" else variant
         self.ours = "fdattn" if plain else our_name(strategy, variant)
@@ -122,27 +119,25 @@ def e2e(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
         timed = functools.partial(compare, ranks, recorder, case, repeats=options.repeats)
         medians = timed(calls=calls, before={made.ours: back})
         if decode and options.eager:
-            made.engine.close()  # lets go of the CUDA graph: steps run eagerly from here on
+            made.batch.close()  # steps run eagerly from here on
             name = f"{made.ours}-eager"
             medians |= timed(calls={name: ours}, before={name: back})
         tokens = options.bsz * (1 if decode else options.seq_len)
         for impl, ms in medians.items():
             recorder.add(case, impl, "tokens_per_s", 1e3 * tokens / ms)
-    made.engine.close()
+    made.batch.close()
     return holds
 
 
 def _calls(made: _Model, prompts: torch.Tensor, decode: bool) -> tuple[dict[str, Call], Call, Call]:
     """(others' calls, ours, what takes ours back): the prompts, or the step behind them."""
-    tokens, held, lists = prompts.to(made.ranks.device), 0, prompts.tolist()
-    engine = made.engine
-    ours, back = functools.partial(engine.prefill, lists), engine.reset
+    tokens, held = prompts.to(made.ranks.device), 0
     if decode:
-        engine.reset()
-        engine.prefill(lists)
+        made.batch.truncate(0)
+        made.batch(tokens)
         tokens, held = tokens[:, :1].contiguous(), prompts.shape[1]
-        ours = functools.partial(engine.step, tokens)
-        back = functools.partial(engine.truncate, held)
+    ours = functools.partial(made.batch, tokens)
+    back = functools.partial(made.batch.truncate, held)
     peers = made.peers(tokens.numel()).items()
     return {x: functools.partial(made.torch, tokens, held, by) for x, by in peers}, ours, back
 
@@ -176,8 +171,8 @@ def _check(
     with torch.inference_mode():
         right = torch.stack([whole(tokens[:, :-1], last_only=True), whole(tokens, last_only=True)])
     del whole
-    found = [made.engine.prefill(prompts.tolist()).clone(), made.engine.step(tokens[:, -1:])]
-    made.engine.reset()
+    found = [made.batch(tokens[:, :-1]).clone(), made.batch(tokens[:, -1:])]
+    made.batch.truncate(0)
     error = largest((torch.stack(found).double() - right[:, :, 0].double()).abs())
     bound = (1e-3 if options.dtype == "fp32" else 5e-2) * max(1.0, largest(right.double().abs()))
     holds = error <= bound < math.inf
@@ -204,10 +199,11 @@ def e2e_inference(options: argparse.Namespace, ranks: Ranks, recorder: Recorder)
         options.model, f"L{made.config.num_layers}", options.dtype, f"x{ranks.size}",
     )))  # fmt: skip
     case = marked(case, ranks.device)
-    runs = {TORCH: lambda count: _torch_generation(made, prompts, count, ranks)}
+    runs = {TORCH: made.torch}
     if options.backend != "torch":
-        runs[made.ours] = lambda count: _our_generation(made, prompts, count, ranks)
-    for name, generate in runs.items():
+        runs[made.ours] = lambda tokens, held: made.batch(tokens)
+    for name, run in runs.items():
+        generate = functools.partial(_generate, made, name, run, prompts)
         generate(min(3, options.gen_len))  # compiles, and connects communicators
         dist.barrier()
         begin = time.perf_counter()
@@ -216,7 +212,7 @@ def e2e_inference(options: argparse.Namespace, ranks: Ranks, recorder: Recorder)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         recorder.add(case, name, "latency_ms", 1e3 * seconds.item())
         recorder.add(case, name, "tokens_per_s", options.bsz * options.gen_len / seconds.item())
-    made.engine.close()
+    made.batch.close()
     return True
 
 
@@ -230,17 +226,14 @@ def _progress(steps: Iterable[Item], total: int, text: str, rank: int) -> Iterab
     return track(steps, text, total=total, console=Console(stderr=True), transient=True)
 
 
-def _our_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
-    made.engine.reset()
-    steps = made.engine.generate(prompts.tolist(), count)
-    for _ in _progress(steps, count, made.ours, ranks.rank):
-        pass
-
-
-def _torch_generation(made: _Model, prompts: torch.Tensor, count: int, ranks: Ranks) -> None:
-    tokens, held = prompts.to(ranks.device), 0
-    for _ in _progress(range(count), count, TORCH, ranks.rank):
-        logits = made.torch(tokens, held)
+def _generate(
+    made: _Model, name: str, run: Callable[[torch.Tensor, int], torch.Tensor], prompts: torch.Tensor, count: int
+) -> None:  # fmt: skip
+    """`count` greedy tokens behind the prompts; run: (tokens, how many are held) → logits after them."""
+    made.batch.truncate(0)
+    tokens, held = prompts.to(made.ranks.device), 0
+    for _ in _progress(range(count), count, name, made.ranks.rank):
+        logits = run(tokens, held)
         held += tokens.shape[1]
         tokens = logits.argmax(-1, keepdim=True)
-        tokens.tolist()  # every token reaches the host, as it does from the engine
+        tokens.tolist()  # every token reaches the host, as it does from an engine

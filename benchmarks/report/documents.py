@@ -24,13 +24,15 @@ SCALING = ROOT / "docs" / "notes" / "scaling.md"
 _LINK = "../benchmarks/results"
 # One section each, in this order; a multi-GPU run of a benchmark stands for itself.
 _ORDER = ("attention", "decode", "serve", "generate")
-#: Long tables and host times: the page links to their files alone.
+#: Long tables, host times, and what is no speed: the page links to their files alone.
 _LINKED = (
     "attention-tiles",
     "attention-features-tiles",
     "resources",
     "train-gpt",
     "train-t5",
+    "quantised-caches-bf16",
+    "quantised-caches-fp32",
     "decode-sweep",
     "host",
     "ladder",

@@ -150,8 +150,8 @@ def test_one_process_has_the_plain_model() -> None:
     made = _Model(options, ranks, 2, 8, "all_reduce")
     assert type(made.model.layers[0].mlp) is MLP
     prompts = made.prompts(2, 5)
-    found = made.engine.prefill(prompts.tolist()).clone()
-    made.engine.reset()
+    found = made.batch(prompts).clone()
+    made.batch.truncate(0)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.dist.parts import assert_near, assert_same_gradients, hf_model
+from tests.engine.cached_batch import CachedBatch
 from tests.models.hf_models import FAMILIES
 from torch_fdattn.dist.tensor_parallel.layers import STRATEGIES
-from torch_fdattn.engine import Engine
 from torch_fdattn.models import Transformer, load_model, load_parallel
 from torch_fdattn.models.loading import SafetensorsWeights
 from torch_fdattn.models.parallelize import parallelize
@@ -106,17 +106,19 @@ def test_a_cache_that_ranks_share(folder, group, rank_device, cache: str) -> Non
     """Windows reach over the borders of shards; a softcap takes passes of 16 tokens, and says so for longer ones."""
     model = load_model(folder, device=rank_device)
     prompts = draw(model, rank_device).tolist()
-    options = dict(batch=2, capacity=48, kv_group=group, kv_block=4, kv_cache=cache)
-    engine = Engine(model, prefill_chunk=16, **options)
-    found = engine.prefill(prompts)
+    options = dict(batch=2, group=group, kv_block=4)
+    batch = CachedBatch(model, cache, chunk=16, **options)
+    found = batch.prefill(prompts)
     assert_near(found, model(torch.tensor(prompts, device=rank_device))[:, -1])
     step = torch.tensor([[3], [4]], device=rank_device)
-    found = engine.step(step)
+    found = batch.step(step)
     tokens = torch.cat((torch.tensor(prompts, device=rank_device), step), 1)
     assert_near(found, model(tokens)[:, -1])
-    long = Engine(model, prefill_chunk=32, **options)
+    long = CachedBatch(model, cache, chunk=32, **options)
     if model.config.softcap and dist.get_world_size() > 1:
-        with pytest.raises(NotImplementedError, match=r"softcap over a cache .* prefill_chunk=16"):
+        with pytest.raises(
+            NotImplementedError, match=r"softcap over a cache .* give it 16 at a time"
+        ):
             long.prefill(prompts)
     else:
         assert_near(long.prefill(prompts), model(torch.tensor(prompts, device=rank_device))[:, -1])

@@ -33,7 +33,7 @@ from torch_fdattn.dist import (
     unshard_batch,
 )
 from torch_fdattn.dist.groups import name_of
-from torch_fdattn.engine import Engine, PagedKVCache
+from torch_fdattn.engine import LLM, PagedKVCache, SamplingParams
 from torch_fdattn.models import ModelConfig, Transformer, parallelize
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 8, 2, 16, 8  # heads, and rows of matmuls, for up to 8 ranks
@@ -91,7 +91,10 @@ def engine(device, tensor_parallel: bool, **groups) -> Tensor:
     given = model(device)
     if tensor_parallel:
         parallelize(given, None)
-    return Engine(given, capacity=16, cuda_graph=False, **groups).prefill([[1, 2, 3]])
+    llm = LLM(given, pages=2, cuda_graph=False, **groups)
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, logprobs=0))
+    listed = [entry.logprob for row in output.outputs[0].logprobs for entry in row.values()]
+    return torch.tensor(listed)
 
 
 def layer(kind: type, group, device) -> Tensor:
@@ -146,9 +149,9 @@ ENTRIES = {
     "TPMLP": (lambda g, d: layer(TPMLP, g, d), "group", True),
     "TPAttention": (lambda g, d: layer(TPAttention, g, d), "group", True),
     "parallelize": (lambda g, d: parallelize(model(d), g)(torch.ones(1, 4, dtype=torch.long, device=d)), "mesh", True),
-    "Engine, kv_group": (lambda g, d: engine(d, False, kv_group=g), "kv_group", False),
-    "Engine, tp_group": (lambda g, d: engine(d, True, tp_group=g), "tp_group", False),
-    "Engine, sync_group": (lambda g, d: engine(d, False, sync_group=g), "sync_group", False),
+    "LLM, kv_group": (lambda g, d: engine(d, False, kv_group=g), "kv_group", False),
+    "LLM, tp_group": (lambda g, d: engine(d, True, tp_group=g), "tp_group", False),
+    "LLM, sync_group": (lambda g, d: engine(d, False, kv_group=dist.group.WORLD, sync_group=g), "sync_group", False),
     "backend": (lambda g, d: parse({"group": g})._asdict(), OPTION, True),
     "backend, alone": (lambda g, d: parse(g)._asdict(), OPTION, False),
     "explain": (explained, OPTION, True),

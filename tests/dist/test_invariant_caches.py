@@ -1,4 +1,4 @@
-"""`invariant_block` of KV caches and the engine: the same bits on all ranks' shards as on those of a group of one rank."""
+"""`invariant_block` of KV caches, and of a model over them: the same bits on all ranks' shards as on those of a group of one rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.engine.cached_batch import CachedBatch
 from tests.engine.tiny import PROMPTS, random_model
 from torch_fdattn.dist import DistributedDecodeAttention, ShardedKVCache, decode
-from torch_fdattn.engine import Engine, PagedKVCache
+from torch_fdattn.engine import PagedKVCache
 
 from .test_rank_invariant import alone, expect_same_bits  # noqa: F401
 
@@ -74,23 +75,22 @@ def test_layer(group, alone, rank_device) -> None:  # noqa: F811
         expect_same_bits(*((layer(q, k, v),) for layer in layers))
 
 
-@pytest.mark.parametrize("kv_cache", ["contiguous", "paged"])
-def test_engine(group, alone, rank_device, kv_cache) -> None:  # noqa: F811
-    """Logits of prompts and of each step."""
-    engines = [
-        Engine(
-            random_model(rank_device), batch=len(PROMPTS), capacity=48, kv_group=x, kv_cache=kv_cache,
-            page_size=4, invariant_block=BLOCK, kv_block=kv_block,
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_a_models_logits(group, alone, rank_device, kind) -> None:  # noqa: F811
+    """Of prompts and of each step."""
+    options = {"page_size": 4} if kind == "paged" else {}
+    batches = [
+        CachedBatch(
+            random_model(rank_device), kind, batch=len(PROMPTS), group=x, invariant_block=BLOCK, kv_block=kv_block,
+            **options,
         )
         for x, kv_block in ((group, BLOCK), (alone, None))
     ]  # fmt: skip
-    logits = [engine.prefill(PROMPTS).clone() for engine in engines]
+    logits = [batch.prefill(PROMPTS) for batch in batches]
     for _ in range(6):
         expect_same_bits(logits[:1], logits[1:])
         tokens = logits[0].argmax(-1, keepdim=True)
-        logits = [engine.step(tokens).clone() for engine in engines]
-    for engine in engines:
-        engine.close()
+        logits = [batch.step(tokens) for batch in batches]
 
 
 def test_refusals(group, rank_device) -> None:

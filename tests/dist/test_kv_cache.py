@@ -10,6 +10,7 @@ from tests.dist.test_decode_strategies import PORTABLE, by
 from torch_fdattn import attention
 from torch_fdattn.dist import DistributedDecodeAttention, ShardedKVCache
 from torch_fdattn.dist.kv_cache.scales import KV_FORMATS
+from torch_fdattn.engine import PagedKVCache
 
 SHAPE = dict(num_layers=2, batch=2, kv_heads=2, head_dim=16)
 
@@ -91,6 +92,32 @@ def test_quantised_shards_hold_what_one_process_holds(group, rank_device, kv_blo
         kept = ours.view(torch.uint8)[:, :, places[mine]]
         assert torch.equal(kept, theirs.view(torch.uint8)[:, :, :38][:, :, mine])
     assert torch.equal(cache.scales.k, whole.scales.k)
+
+
+@pytest.mark.parametrize("kv_block", [None, 3])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_pages_of_each_rank(group, rank_device, kv_block, kv_dtype) -> None:
+    """A table of its own on every rank; pages run out on all of them at the same step, though some have enough."""
+    sizes = dict(
+        **SHAPE,
+        capacity=40,
+        dtype=torch.float32,
+        device=rank_device,
+        page_size=5,
+        kv_dtype=kv_dtype,
+    )
+    cache, whole = (
+        PagedKVCache(**sizes, group=group, kv_block=kv_block),
+        make(rank_device, kv_dtype=kv_dtype),
+    )
+    for seed, tokens in enumerate([3, 18, 1, 16]):
+        found, expected = (step(each, tokens, seed) for each in (cache, whole))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    few = PagedKVCache(**sizes, group=group, kv_block=kv_block, pages=1)
+    k = torch.randn(2, 2, 3, 16, device=rank_device)
+    with pytest.raises(ValueError, match="pages must be at least 2 for sequences of"):
+        few.append(0, k, k)
 
 
 def test_more_ranks_than_blocks(group, rank_device) -> None:

@@ -7,9 +7,13 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.expected import expect_greedy
+from tests.engine.sharded_worker import windowed
 from tests.engine.tiny import PROMPTS, random_model
 from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE, ONE_SIDED
 from torch_fdattn.engine import LLM, SamplingParams
+from torch_fdattn.models.parallelize import parallelize
+
+from .test_rank_invariant import alone  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
 
@@ -42,3 +46,74 @@ def test_cuda_graphs_change_no_token(group: str, rank_device) -> None:
     )  # fmt: skip
     found = [x.outputs[0].token_ids for x in captured.generate(PROMPTS, params)]
     assert found == [x.outputs[0].token_ids for x in eager.generate(PROMPTS, params)]
+
+
+def test_by_nodes(group: str, rank_device, hierarchies) -> None:
+    model = random_model(rank_device)
+    for hierarchy in hierarchies:
+        llm = LLM(
+            model, kv_group=group, strategy="hierarchical", hierarchy=hierarchy, max_model_len=48, page_size=4, pages=24,
+            max_num_seqs=5,
+        )  # fmt: skip
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+            expect_greedy(model, prompt, output.outputs[0])
+        llm.close()
+
+
+CASES = [
+    ("qwen3", {}), ("qwen3", {"kv_dtype": "int8"}),
+    ("windowed", {"strategy": "all_gather", "enable_prefix_caching": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "options"), CASES)
+def test_bits_do_not_depend_on_the_number_of_ranks(group, alone, rank_device, form, options) -> None:  # fmt: skip # noqa: F811
+    """Log-probabilities of prompts and completions: chunks, decodes, prefixes, preemptions and other requests beside them,
+    over all ranks and over one that has the request alone."""
+    model = random_model(rank_device) if form == "qwen3" else windowed().to(rank_device)
+    prompt, world = [(7 * i) % 64 for i in range(41)], dist.get_world_size()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, logprobs=64)
+    asking = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=64, logprobs=64)
+    given = dict(
+        max_model_len=64, page_size=4, max_num_seqs=3, max_batch_tokens=23, batch_invariant=True, rank_invariant=True, **options
+    )  # fmt: skip
+    one = LLM(model, kv_group=alone, pages=64, **given)
+    expected = [one.generate([prompt], x)[0] for x in (params, asking)]
+    llm = LLM(model, kv_group=group, pages=16 // world, **given)
+    for _ in range(2):  # the second time with prefix hits
+        for x, right in zip((params, asking), expected, strict=True):
+            *_, found = llm.generate([[1] * 7, [2] * 7, prompt], x)
+            assert found.outputs == right.outputs
+            assert found.prompt_logprobs == right.prompt_logprobs
+    assert llm.stats().preemptions or world != 2  # by the size of a page
+    for each in (one, llm):
+        each.close()
+
+
+def test_what_bits_on_any_number_of_ranks_need(group, alone, rank_device) -> None:  # noqa: F811
+    model = random_model(rank_device)
+    given = dict(pages=8, rank_invariant=True)
+    for wrong, kind, message in (
+        (dict(batch_invariant=True), ValueError, "kv_group must be a process group where rank_invariant"),
+        (dict(kv_group=alone), ValueError, "batch_invariant must be True where rank_invariant is True"),
+        (dict(kv_group=alone, batch_invariant=True, strategy="star"), NotImplementedError, "strategy must be one of .* with invariant_block"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            LLM(model, **given, **wrong)
+
+
+def test_engines_side_by_side(group, alone, rank_device) -> None:  # noqa: F811
+    """Each rank serves other requests, in a mesh of its own."""
+    model = parallelize(random_model(rank_device), alone)
+    options = dict(kv_group=alone, tp_group=alone, pages=8, max_model_len=48)
+    llm = LLM(model, sync_group=alone, **options)
+    prompt = PROMPTS[dist.get_rank() % len(PROMPTS)]
+    (output,) = llm.generate([prompt], GREEDY)
+    expect_greedy(random_model(rank_device), prompt, output.outputs[0])
+    llm.close()
+    world = dist.get_world_size()
+    if world > 1:
+        with pytest.raises(ValueError, match=f"of a mesh of all ranks, got groups of 1 and 1 among {world} ranks: give sync_group"):  # fmt: skip
+            LLM(model, **options)
+        with pytest.raises(ValueError, match=f"sync_group must have the ranks of .* together, 1, got a group of {world}"):  # fmt: skip
+            LLM(model, sync_group=group, **options)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_fdattn.dist.decode.op import ONE_SIDED, PORTABLE
-from torch_fdattn.engine import Engine
+from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.models import load_model
 
 
@@ -28,7 +28,7 @@ def hierarchy(device: torch.device, size: int) -> tuple[str, str]:
 
 def main(task_file: str, result_file: str) -> None:
     task = json.loads(Path(task_file).read_text())
-    prompts, count, kv_block = task["prompts"], task["count"], task["kv_block"]
+    prompts, count = task["prompts"], task["count"]
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     on_gpu = torch.cuda.device_count() >= size
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -49,33 +49,37 @@ def main(task_file: str, result_file: str) -> None:
             groups["tp_group"] = mesh["tp"].get_group().group_name
             model = parallelize(model, mesh["tp"], strategy=task["tp_strategy"])
 
-    capacity = max(map(len, prompts)) + count
-    engine = Engine(model, batch=len(prompts), capacity=capacity, kv_block=kv_block, **groups)
-    steps = list(engine.generate(prompts, count))
-    single = Engine(model, capacity=capacity, prefill_chunk=5, **groups)
-    streamed = list(single.stream(prompts[1], task["streamed"]))
-    nbytes = [engine.cache.nbytes]
+    options = dict(
+        page_size=task["page_size"], max_model_len=max(map(len, prompts)) + count, **groups
+    )
+    llm = LLM(model, max_num_seqs=len(prompts), **options)
+    batched = continued(llm, prompts, count)
+    single = LLM(model, max_num_seqs=1, max_batch_tokens=5, **options)
+    alone = continued(single, prompts[1:2], task["alone"])[0]
+    nbytes = [llm.stats().kv_bytes]
     by_strategy = {}
     if size > 1 and task["strategies"]:
         for strategy in (*PORTABLE, *(ONE_SIDED if on_gpu else ())):
-            few = Engine(
-                model, batch=3, capacity=capacity, kv_block=kv_block, strategy=strategy,
-                hierarchy=hierarchy(device, size) if strategy == "hierarchical" else None, **groups,
+            few = LLM(
+                model, max_num_seqs=3, strategy=strategy,
+                hierarchy=hierarchy(device, size) if strategy == "hierarchical" else None, **options,
             )  # fmt: skip
-            found = few.generate(prompts[:3], task["strategies"])
-            by_strategy[strategy] = [list(tokens) for tokens in zip(*found, strict=True)]
+            by_strategy[strategy] = continued(few, prompts[:3], task["strategies"])
             few.close()
-    for each in (engine, single):
+    for each in (llm, single):
         each.close()
     if size > 1:
         nbytes *= size
-        dist.all_gather_object(nbytes, engine.cache.nbytes)
+        dist.all_gather_object(nbytes, llm.stats().kv_bytes)
         dist.destroy_process_group()
     if rank == 0:
-        batched = [list(tokens) for tokens in zip(*steps, strict=True)]
-        found = {"batched": batched, "streamed": streamed, "nbytes": nbytes, "capacity": capacity}
-        found["by_strategy"] = by_strategy
+        found = {"batched": batched, "alone": alone, "nbytes": nbytes, "by_strategy": by_strategy}
         Path(result_file).write_text(json.dumps(found))
+
+
+def continued(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count))
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 if __name__ == "__main__":

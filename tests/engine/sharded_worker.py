@@ -181,6 +181,7 @@ def refusals(rank: int, folder: Path) -> None:
         "one rank's format": made(kv_dtype=None if rank else "fp4"),
         "pages of one": made(pages=8 * rank),
         "hierarchical": made(strategy="hierarchical"),
+        "invariance of one": made(batch_invariant=True, rank_invariant=rank == 0),
         "unknown": made(strategy="nearest"),
         "one-sided": made(strategy="two_shot"),
         "without a group": made(kv_group=None, strategy="ring"),

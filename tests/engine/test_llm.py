@@ -180,6 +180,19 @@ def test_it_runs_the_inference_form(model):
     assert engine(llm.model).model is llm.model
 
 
+def test_with_its_hooks_on_request(model):
+    calls = []
+    model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    (prompt,) = PROMPTS[:1]
+    expect_all(model, [prompt], engine(model).generate([prompt], GREEDY))
+    hooked = len(calls)
+    llm = engine(model, fused=False)
+    assert llm.model is model
+    (output,) = llm.generate([prompt], GREEDY)
+    assert len(calls) == hooked + GREEDY.max_tokens
+    expect_greedy(model, prompt, output.outputs[0])
+
+
 FEW_PAGES = {"pages": 24, "page_size": 4, "max_batch_tokens": 40}
 
 
@@ -292,6 +305,9 @@ def test_bad_arguments_are_named(model, device):
             engine(model, **{name: 1.5})
     with pytest.raises(ValueError, match="max_model_len must be at most the model's 128 positions"):
         engine(model, max_model_len=129)
+    for name in ("batch_invariant", "rank_invariant", "fused"):
+        with pytest.raises(TypeError, match=f"{name} must be a bool, got 1"):
+            engine(model, **{name: 1})
     with pytest.raises(TypeError, match="model must be a Transformer"):
         LLM(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"max_batch_tokens must be at least .* = 272"):

@@ -11,7 +11,7 @@ from tests.engine.tiny import random_model
 from torch_fdattn.engine import LLM, LogitsError, NgramSpeculation, SamplingParams
 from torch_fdattn.engine.ngram_speculation import NgramProposer
 from torch_fdattn.engine.requests import Request, Sequence
-from torch_fdattn.engine.sampling import NO_TOKEN
+from torch_fdattn.engine.sampling_params import NO_TOKEN
 
 
 def definition(tokens, shortest, longest, count):

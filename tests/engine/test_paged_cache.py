@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 import torch
 
-from tests.engine.test_engine import columns
+from tests.engine.cached_batch import CachedBatch, make_cache
 from tests.engine.tiny import POSITION, PROMPT, PROMPTS, greedy, random_model
-from torch_fdattn.engine import Engine, PagedKVCache, PromptError
+from torch_fdattn.engine import PagedKVCache
 from torch_fdattn.models import load_model, load_tokenizer, resolve
 from torch_fdattn.ops import library
 
@@ -25,12 +25,11 @@ def model(device):
     return random_model(device)
 
 
-def engine_of(model, **options) -> Engine:
+def paged(model, **options) -> CachedBatch:
     """With pages full of NaN: none of it may reach a result."""
-    options = dict(batch=len(PROMPTS), capacity=48, cuda_graph=False) | options
-    engine = Engine(model, kv_cache="paged", **options)
-    poison(engine.cache)
-    return engine
+    batch = CachedBatch(model, "paged", **{"batch": len(PROMPTS), **options})
+    poison(batch.cache)
+    return batch
 
 
 def poison(cache: PagedKVCache) -> None:
@@ -55,10 +54,10 @@ def expect_pages(cache: PagedKVCache) -> None:
 @pytest.mark.parametrize(("architecture", "page_size"), [("qwen3", 1), ("llama", 5), ("qwen3", 16)])
 def test_greedy_tokens_equal_the_definition(device, architecture, page_size):
     model = random_model(device, architecture)
-    engine = engine_of(model, page_size=page_size)
-    assert columns(engine.generate(PROMPTS, 20)) == [greedy(model, p, 20) for p in PROMPTS]
-    assert engine.cache.held == engine.cache.lengths.tolist() == [len(p) + 19 for p in PROMPTS]
-    expect_pages(engine.cache)
+    batch = paged(model, page_size=page_size)
+    assert batch.generate(PROMPTS, 20) == [greedy(model, p, 20) for p in PROMPTS]
+    assert batch.cache.held == batch.cache.lengths.tolist() == [len(p) + 19 for p in PROMPTS]
+    expect_pages(batch.cache)
 
 
 @pytest.mark.slow  # of random models there is a test of each of its parts
@@ -72,98 +71,98 @@ def test_smollm2_writes_the_same_tokens(device):
     )
     prompts = [load_tokenizer(resolve("smollm2")).encode(text) for text in texts]
     model = load_model("smollm2", dtype=torch.float32, device=device)
-    options = dict(batch=3, capacity=48, cuda_graph=False)
-    expected = columns(Engine(model, **options).generate(prompts, 6))
+    expected = CachedBatch(model, batch=3).generate(prompts, 6)
     assert len({tuple(tokens) for tokens in expected}) == 3
-    engine = engine_of(model, page_size=5, **options)
-    assert columns(engine.generate(prompts, 6)) == expected
+    batch = paged(model, page_size=5, batch=3)
+    assert batch.generate(prompts, 6) == expected
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 1), (1, 17), (5, 3), (5, 17), (16, 512)])
 def test_prompts_in_chunks(model, chunk, page_size):
     """17 columns and more attend over gathered pages, fewer over the table."""
     prompts = [list(range(1, 41)), PROMPT, [44], list(range(9, 32))]
-    engine = engine_of(model, page_size=page_size, capacity=50, prefill_chunk=chunk)
-    assert columns(engine.generate(prompts, 6)) == [greedy(model, p, 6) for p in prompts]
+    batch = paged(model, page_size=page_size, capacity=50, chunk=chunk)
+    assert batch.generate(prompts, 6) == [greedy(model, p, 6) for p in prompts]
 
 
 def test_steps_go_through_the_paged_ops(model):
-    engine = engine_of(model)
-    engine.prefill(PROMPTS)
+    batch = paged(model)
+    batch.prefill(PROMPTS)
     library.launches.clear()
-    engine.step(torch.zeros(4, 1, dtype=torch.int64, device=engine.device))
+    batch.step(torch.zeros(4, 1, dtype=torch.int64, device=batch.device))
     assert sum(n for name, n in library.launches.items() if name.startswith("append_kv")) == 2
     assert sum(n for name, n in library.launches.items() if name.startswith("decode_forward")) == 2
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_second_prompt_over_what_is_held(model, page_size):
-    engine = engine_of(model, page_size=page_size, capacity=64, prefill_chunk=20)
-    first = columns(engine.generate(PROMPTS, 5))
+    batch = paged(model, page_size=page_size, capacity=64, chunk=20)
+    first = batch.generate(PROMPTS, 5)
     second = [[50, 51], list(range(24)), [9], [8, 8, 8]]
-    found = columns(engine.generate(second, 8))
+    found = batch.generate(second, 8)
     wholes = [p + t[:-1] + s for p, t, s in zip(PROMPTS, first, second, strict=True)]
     assert found == [greedy(model, whole, 8) for whole in wholes]
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_truncate_frees_pages_and_keeps_a_prefix(model, page_size):
-    engine = engine_of(model, page_size=page_size)
-    list(engine.generate(PROMPTS, 9))
+    batch = paged(model, page_size=page_size)
+    batch.generate(PROMPTS, 9)
     kept = [*PROMPTS[0], *greedy(model, PROMPTS[0], 9)][:5]
-    engine.truncate(5)
-    assert len(engine.cache.table.free) == engine.cache.table.pages - 4 * -(-5 // page_size)
-    expect_pages(engine.cache)
-    poison(engine.cache)
+    batch.cache.truncate(5)
+    assert len(batch.cache.table.free) == batch.cache.table.pages - 4 * -(-5 // page_size)
+    expect_pages(batch.cache)
+    poison(batch.cache)
     second = [[1, 2], [50, 51, 52], [9], [8, 8, 8]]
-    assert columns(engine.generate(second, 6))[0] == greedy(model, kept + second[0], 6)
+    assert batch.generate(second, 6)[0] == greedy(model, kept + second[0], 6)
 
 
 def test_reset_frees_all_pages(model):
-    engine = engine_of(model)
-    first = list(engine.generate(PROMPTS, 6))
-    engine.reset()
-    assert len(engine.cache.table.free) == engine.cache.table.pages
-    assert engine.cache.bytes_used() == 0
-    poison(engine.cache)
-    assert list(engine.generate(PROMPTS, 6)) == first
+    batch = paged(model)
+    first = batch.generate(PROMPTS, 6)
+    batch.cache.reset()
+    assert len(batch.cache.table.free) == batch.cache.table.pages
+    assert batch.cache.bytes_used() == 0
+    poison(batch.cache)
+    assert batch.generate(PROMPTS, 6) == first
 
 
 def test_freed_pages_go_to_other_sequences(model):
     """8 pages: 6 of them to the first sequence, then to the second, in another order."""
-    engine = engine_of(model, batch=2, page_size=4, pages=8)
+    batch = paged(model, batch=2, page_size=4, pages=8)
     long, short = list(range(1, 19)), [7, 7]
     expected = [greedy(model, prompt, 6) for prompt in (long, short)]
-    assert columns(engine.generate([long, short], 6)) == expected
-    before = set(engine.cache.table.on_device[0].tolist()) - {-1}
-    engine.reset()
-    poison(engine.cache)
-    assert columns(engine.generate([short, long], 6)) == expected[::-1]
-    after = set(engine.cache.table.on_device[1].tolist()) - {-1}
+    assert batch.generate([long, short], 6) == expected
+    before = set(batch.cache.table.on_device[0].tolist()) - {-1}
+    batch.cache.reset()
+    poison(batch.cache)
+    assert batch.generate([short, long], 6) == expected[::-1]
+    after = set(batch.cache.table.on_device[1].tolist()) - {-1}
     assert len(before) == len(after) == 6
     assert before & after
 
 
 def test_pages_are_taken_as_sequences_grow(model):
-    engine = engine_of(model, batch=1, page_size=4, capacity=48)
-    used = []
-    for _ in engine.stream(PROMPT, 12):
-        used.append(engine.cache.table.pages - len(engine.cache.table.free))
-    # 7 tokens, and one more stored before each token but the first
+    batch = paged(model, batch=1, page_size=4)
+    logits, used = batch.prefill([PROMPT]), []
+    for _ in range(12):
+        used.append(batch.cache.table.pages - len(batch.cache.table.free))
+        logits = batch.step(logits.argmax(-1, keepdim=True))
     assert used == [-(-(7 + step) // 4) for step in range(12)]
 
 
 def test_running_out_of_pages_is_refused_before_anything_runs(model):
-    engine = engine_of(model, batch=2, page_size=4, pages=5)
-    message = "pages must be at least 7 for sequences of 17, 8 tokens at 4 a page, got 5"
-    with pytest.raises(PromptError, match=message):
-        engine.generate([[1] * 16, PROMPT], 2)
-    engine.prefill([[1] * 8, [1] * 8])
-    engine.step(torch.ones(2, 1, dtype=torch.int64, device=engine.device), active=[True, False])
+    batch = paged(model, batch=2, page_size=4, pages=5)
+    message = "pages must be at least 6 for sequences of 16, 7 tokens at 4 a page, got 5"
+    with pytest.raises(ValueError, match=message):
+        batch.prefill([[1] * 16, PROMPT])
+    batch.prefill([[1] * 8, [1] * 8])
+    tokens = torch.ones(2, 1, dtype=torch.int64, device=batch.device)
+    batch.step(tokens, active=[True, False])
     with pytest.raises(ValueError, match="pages must be at least 6 for sequences of 9, 9 tokens"):
-        engine.step(torch.ones(2, 1, dtype=torch.int64, device=engine.device), [False, True])
-    assert engine.cache.held == engine.cache.lengths.tolist() == [9, 8]
-    expect_pages(engine.cache)
+        batch.step(tokens, active=[False, True])
+    assert batch.cache.held == batch.cache.lengths.tolist() == [9, 8]
+    expect_pages(batch.cache)
 
 
 def test_plain_steps_take_pages_too(device):
@@ -190,18 +189,14 @@ def test_plain_steps_take_pages_too(device):
 
 
 def test_bytes_follow_from_the_pages(model):
-    engine = engine_of(model, batch=2, page_size=16, pages=3)
-    assert engine.cache.nbytes == 3 * 16 * POSITION
-    engine.prefill([PROMPT, [1]])
-    assert engine.cache.bytes_used() == 8 * POSITION
-    assert Engine(model, kv_cache="paged", capacity=33).cache.nbytes == 48 * POSITION
+    batch = paged(model, batch=2, page_size=16, pages=3)
+    assert batch.cache.nbytes == 3 * 16 * POSITION
+    batch.prefill([PROMPT, [1]])
+    assert batch.cache.bytes_used() == 8 * POSITION
+    assert make_cache(model, "paged", 1, 33).nbytes == 48 * POSITION
 
 
 def test_bad_arguments_are_refused(model):
     for name in ("page_size", "pages"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            Engine(model, capacity=8, kv_cache="paged", **{name: 0})
-    with pytest.raises(ValueError, match=r"kv_cache must be one of .*, got 'ring'"):
-        Engine(model, capacity=8, kv_cache="ring")
-    with pytest.raises(ValueError, match="pages must be None for a contiguous cache, got 4"):
-        Engine(model, capacity=8, pages=4)
+            make_cache(model, "paged", 1, 8, **{name: 0})

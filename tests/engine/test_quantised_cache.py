@@ -12,18 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.engine.cached_batch import KINDS, CachedBatch, make_cache
 from tests.engine.prose import TEXT
-from tests.engine.test_engine import columns
 from tests.engine.test_paged_cache import needs_smollm2
 from tests.engine.tiny import POSITION, PROMPT, PROMPTS, random_model
-from torch_fdattn.dist import ShardedKVCache
 from torch_fdattn.dist.kv_cache.scales import KV_FORMATS
-from torch_fdattn.engine import Engine, PagedKVCache
-from torch_fdattn.models import Transformer, load_model, load_tokenizer, resolve
+from torch_fdattn.engine import PagedKVCache
+from torch_fdattn.models import load_model, load_tokenizer, resolve
 
 #: How much the perplexity may differ, and on how many tokens the most likely one must agree.
 BOUNDS = {"fp8_e4m3": (0.02, 0.93), "fp8_e5m2": (0.03, 0.88), "int8": (0.02, 0.93)}
-KINDS = {"contiguous": ShardedKVCache, "paged": PagedKVCache}
 CALIBRATION = 64
 
 
@@ -36,19 +34,11 @@ def smollm2():
     return model, torch.tensor([tokens], device=device)
 
 
-def cache_of(model: Transformer, kind: str, kv_dtype: str | None, capacity: int):
-    config, device = model.config, model.norm.weight.device
-    return KINDS[kind](
-        config.num_layers, 1, config.num_kv_heads, capacity, config.head_dim,
-        dtype=model.norm.weight.dtype, device=device, kv_dtype=kv_dtype,
-    )  # fmt: skip
-
-
 @torch.inference_mode()
 def teacher_forced(smollm2, kind: str, kv_dtype: str | None) -> tuple[float, torch.Tensor]:
     """(mean loss of what follows the calibration, the most likely token at each place)."""
     model, tokens = smollm2
-    cache = cache_of(model, kind, kv_dtype, tokens.shape[1])
+    cache = make_cache(model, kind, 1, tokens.shape[1], kv_dtype=kv_dtype)
     # Chunks for both ways of attending: over 16 columns and not.
     chunks = [tokens[:, :CALIBRATION], *tokens[:, CALIBRATION:-32].split(200, 1)]
     chunks += tokens[:, -32:].split(16, 1)
@@ -89,14 +79,13 @@ def test_pages_change_nothing(smollm2):
 def test_a_byte_an_element(device, kv_dtype, dtype):
     model = random_model(device).to(dtype)
     for kind in KINDS:
-        options = dict(capacity=32, kv_cache=kind, cuda_graph=False)
-        engine = Engine(model, kv_dtype=kv_dtype, **options)
-        plain = Engine(model, **options)
-        assert engine.cache.nbytes * dtype.itemsize == plain.cache.nbytes
-        for each in (engine, plain):
+        batch = CachedBatch(model, kind, kv_dtype=kv_dtype)
+        plain = CachedBatch(model, kind)
+        assert batch.cache.nbytes * dtype.itemsize == plain.cache.nbytes
+        for each in (batch, plain):
             each.prefill([PROMPT])
-        assert engine.cache.bytes_used() == len(PROMPT) * POSITION // 4
-        assert engine.cache.bytes_used() * dtype.itemsize == plain.cache.bytes_used()
+        assert batch.cache.bytes_used() == len(PROMPT) * POSITION // 4
+        assert batch.cache.bytes_used() * dtype.itemsize == plain.cache.bytes_used()
 
 
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
@@ -104,11 +93,11 @@ def test_a_byte_an_element(device, kv_dtype, dtype):
 def test_both_caches_write_the_same_tokens(device, kv_dtype, chunk):
     """Over ragged prompts, through paged_decode and through gathered pages."""
     model = random_model(device)
-    options = dict(batch=4, capacity=48, kv_dtype=kv_dtype, prefill_chunk=chunk, cuda_graph=False)
-    expected = columns(Engine(model, **options).generate(PROMPTS, 12))
+    options = dict(batch=4, kv_dtype=kv_dtype, chunk=chunk)
+    expected = CachedBatch(model, **options).generate(PROMPTS, 12)
     for page_size in (1, 5):
-        engine = Engine(model, kv_cache="paged", page_size=page_size, **options)
-        assert columns(engine.generate(PROMPTS, 12)) == expected
+        batch = CachedBatch(model, "paged", page_size=page_size, **options)
+        assert batch.generate(PROMPTS, 12) == expected
 
 
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
@@ -134,20 +123,20 @@ def test_what_is_stored_is_right_to_the_formats_precision(device, kind, kv_dtype
 
 def test_scales_are_those_of_the_first_chunk_and_stay(device):
     model = random_model(device)
-    engine = Engine(model, batch=2, capacity=64, kv_dtype="int8", prefill_chunk=8, cuda_graph=False)
-    scales = engine.cache.scales
+    batch = CachedBatch(model, batch=2, kv_dtype="int8", chunk=8)
+    scales = batch.cache.scales
     addresses = scales.k.data_ptr(), scales.v.data_ptr()
-    assert not engine.cache.calibrated
-    engine.prefill([[3, 9, 40], list(range(20))])
+    assert not batch.cache.calibrated
+    batch.prefill([[3, 9, 40], list(range(20))])
     first = scales.k.clone(), scales.v.clone()
-    assert engine.cache.calibrated
+    assert batch.cache.calibrated
     assert all((x != 1).all() for x in first)
-    alone = Engine(model, capacity=64, kv_dtype="int8", cuda_graph=False)
+    alone = CachedBatch(model, kv_dtype="int8")
     alone.prefill([list(range(8))])  # all that the first chunk holds beside padding
     torch.testing.assert_close(alone.cache.scales.k, first[0])
     torch.testing.assert_close(alone.cache.scales.v, first[1])
-    engine.reset()
-    engine.prefill([[60] * 9, [1, 2]])
+    batch.cache.reset()
+    batch.prefill([[60] * 9, [1, 2]])
     assert torch.equal(scales.k, first[0])
     assert torch.equal(scales.v, first[1])
     assert addresses == (scales.k.data_ptr(), scales.v.data_ptr())
@@ -168,13 +157,14 @@ def test_padding_has_no_part_in_the_scales(device):
 
 def test_a_step_that_stores_nothing_sets_no_scales(device):
     """As the runs do that warm up for a capture."""
-    engine = Engine(random_model(device), capacity=16, kv_dtype="int8", cuda_graph=False)
-    engine._decode()
-    assert not engine.cache.calibrated
-    engine.step(torch.tensor([[5]], device=device))  # the first token may come without a prompt
-    assert engine.cache.calibrated
+    batch = CachedBatch(random_model(device), kv_dtype="int8")
+    token = torch.tensor([[5]], device=device)
+    batch.step(token, active=[False])
+    assert not batch.cache.calibrated
+    batch.step(token)  # the first token may come without a prompt
+    assert batch.cache.calibrated
 
 
 def test_bad_arguments_are_refused(device):
     with pytest.raises(ValueError, match=r"kv_dtype must be one of \('fp8_e4m3', .*, got 'fp4'"):
-        Engine(random_model(device), capacity=8, kv_dtype="fp4")
+        make_cache(random_model(device), "contiguous", 1, 8, kv_dtype="fp4")

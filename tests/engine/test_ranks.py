@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the r
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 NEW_TOKENS = 64
-STREAMED = 4  # of one prompt alone
+ALONE = 4  # of one prompt, in chunks of 5 tokens
 BY_STRATEGY = 2  # of three prompts, with each strategy
 PROMPTS = [
     "The capital of France is",
@@ -106,58 +106,60 @@ def expect_each_strategy(found: dict, expected: list[list[int]]) -> None:
         assert tokens == [theirs[:BY_STRATEGY] for theirs in expected[:3]], strategy
 
 
+def expect_shares(found: dict, ranks: int, page_size: int, prompts: list[list[int]], tokens: int) -> None:  # fmt: skip
+    """Of pages for all sequences: positions over the ranks that share them, heads over the others."""
+    each = -(-(max(map(len, prompts)) + tokens) // (page_size * ranks)) * page_size
+    position = 2 * 30 * 3 * 64 * 4  # K and V, layers, heads, head_dim, fp32
+    assert sum(found["nbytes"]) == len(prompts) * ranks * each * position
+    if len(found["nbytes"]) == ranks:
+        assert len(set(found["nbytes"])) == 1
+
+
 @pytest.mark.parametrize(
-    ("ranks", "kv_block", "count", "tokens"),
+    ("ranks", "page_size", "count", "tokens"),
     [
         (2, 16, 3, 8),
         *(
-            pytest.param(ranks, kv_block, len(PROMPTS), NEW_TOKENS, marks=pytest.mark.slow)
-            for ranks, kv_block in ((1, None), (2, 16), (3, 7))
+            pytest.param(ranks, page_size, len(PROMPTS), NEW_TOKENS, marks=pytest.mark.slow)
+            for ranks, page_size in ((1, 16), (2, 16), (3, 7))
         ),
     ],
 )
-def test_greedy_tokens_equal_transformers(ranks, kv_block, count, tokens, tmp_path):
+def test_greedy_tokens_equal_transformers(ranks, page_size, count, tokens, tmp_path):
     """Prompts as a batch over positions dealt round, and one alone."""
     prompts, expected = encoded()[:count], by_transformers(count, tokens)
     found = generated(
-        tmp_path, ranks, prompts=prompts, kv_block=kv_block, count=tokens, streamed=STREAMED,
+        tmp_path, ranks, prompts=prompts, page_size=page_size, count=tokens, alone=ALONE,
         strategies=BY_STRATEGY,
     )  # fmt: skip
     for text, ours, theirs in zip(PROMPTS[:count], found["batched"], expected, strict=True):
         assert ours == theirs, text
-    assert found["streamed"] == expected[1][:STREAMED]
-
-    position = 2 * 30 * 3 * 64 * 4 * len(prompts)  # K and V, layers, heads, head_dim, fp32
-    total = found["capacity"] * position
-    block = (kv_block or 1) * position
-    assert len(found["nbytes"]) == ranks
-    assert all(nbytes <= total / ranks + block for nbytes in found["nbytes"])
-    assert sum(found["nbytes"]) == total
+    assert found["alone"] == expected[1][:ALONE]
+    expect_shares(found, ranks, page_size, prompts, tokens)
     if ranks > 1:
         expect_each_strategy(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tensor_parallel", "strategy", "kv_block"),
+    ("ranks", "tensor_parallel", "strategy", "page_size"),
     [
-        pytest.param(2, 2, "all_reduce", None, marks=pytest.mark.slow),
-        pytest.param(3, 3, "ag_rs", None, marks=pytest.mark.slow),
+        pytest.param(2, 2, "all_reduce", 16, marks=pytest.mark.slow),
+        pytest.param(3, 3, "ag_rs", 16, marks=pytest.mark.slow),
         pytest.param(4, 2, "ag_rs", 5, marks=pytest.mark.slow),
-        pytest.param(4, 1, "all_reduce", None, marks=pytest.mark.slow),
+        pytest.param(4, 1, "all_reduce", 16, marks=pytest.mark.slow),
     ],
 )
-def test_tensor_parallel_equals_transformers(ranks, tensor_parallel, strategy, kv_block, tmp_path):
+def test_tensor_parallel_equals_transformers(ranks, tensor_parallel, strategy, page_size, tmp_path):
     """9 query and 3 KV heads over the ranks of a group, the positions over the others."""
     few, count = encoded()[:3], 8  # each pass takes 60 collectives, on processes that share cores
     expected = by_transformers(len(few), count)
     found = generated(
-        tmp_path, ranks, prompts=few, count=count, streamed=count, kv_block=kv_block,
+        tmp_path, ranks, prompts=few, count=count, alone=count, page_size=page_size,
         tensor_parallel=tensor_parallel, tp_strategy=strategy,
         strategies=BY_STRATEGY if tensor_parallel == 1 else 0,
     )  # fmt: skip
     assert found["batched"] == [tokens[:count] for tokens in expected[:3]]
-    assert found["streamed"] == expected[1][:count]
-    # Heads and positions are shared out.
-    assert sum(found["nbytes"]) == found["capacity"] * 2 * 30 * 3 * 64 * 4 * len(few)
+    assert found["alone"] == expected[1][:count]
+    expect_shares(found, ranks // tensor_parallel, page_size, few, count)
     if tensor_parallel == 1:
         expect_each_strategy(found, expected)

@@ -12,7 +12,7 @@ from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.engine.random_numbers import hash64, seed_of_completion, uniform
 from torch_fdattn.engine.requests import Request, Sequence
 from torch_fdattn.engine.sampler import Constraints, SampleNeeds, draw, keep_top, penalise, sample
-from torch_fdattn.engine.sampling import NO_TOKEN
+from torch_fdattn.engine.sampling_params import NO_TOKEN
 from torch_fdattn.engine.scheduler import ScheduledStep
 from torch_fdattn.engine.sequence_rows import SequenceRows
 from torch_fdattn.ops.block_sums import block_sums

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.engine.test_chat import Numbers
@@ -72,6 +74,15 @@ def test_what_a_step_reads_is_counted(model):
     stored = len(PROMPT) + 1, len(PROMPT) + 2
     read = 2 * weight_bytes(llm.model) + sum(stored) * POSITION
     assert stats.decode_bytes == read
+
+
+def test_the_callers_time_is_not_counted(model):
+    llm, stats = LLM(model, Numbers(), pages=8), Stats()
+    for _ in stream_text(llm, PROMPT, SamplingParams(max_tokens=3, temperature=0), stats=stats):
+        time.sleep(0.5)
+    assert stats.first_token_s > 0
+    assert 0 < stats.decode_s < 1.0
+    assert stats.tokens_per_s == pytest.approx(2 / stats.decode_s)
 
 
 def test_without_running_ahead_a_token_comes_with_its_step(model):

@@ -1,4 +1,4 @@
-"""Each family through the Engine: paged and contiguous caches, prompts in chunks, across a window's border, and text."""
+"""Each family over the caches and through `LLM`: prompts in chunks, across a window's border, and text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import json
 import pytest
 import torch
 
+from tests.engine.cached_batch import CachedBatch
 from tests.models.hf_models import CONFIGS, FAMILIES, reference
-from torch_fdattn.engine import Engine
+from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.models import ModelConfig, ModelError, Transformer, load_model
 from torch_fdattn.models.families import FAMILIES as ALL_FAMILIES
 
@@ -51,11 +52,11 @@ def test_chunks_and_steps_equal_transformers(pair, device, cache: str) -> None:
     given = prompts(theirs.config)
     generator = torch.Generator().manual_seed(5)
     tail = torch.randint(theirs.config.vocab_size, (len(given), 6), generator=generator).tolist()
-    options = dict(batch=len(given), capacity=80, prefill_chunk=20, kv_cache=cache, page_size=8)
-    engine = Engine(ours, **options)
-    found = [engine.prefill(given)]
+    options = {"page_size": 8} if cache == "paged" else {}
+    batch = CachedBatch(ours, cache, batch=len(given), capacity=80, chunk=20, **options)
+    found = [batch.prefill(given)]
     for step in zip(*tail, strict=True):
-        found.append(engine.step(torch.tensor(step, device=device)[:, None]).clone())
+        found.append(batch.step(torch.tensor(step, device=device)[:, None]))
     for i, prompt in enumerate(given):
         tokens = torch.tensor([prompt + tail[i]], device=device)
         expected = theirs(tokens).logits[0, len(prompt) - 1 :]
@@ -73,8 +74,28 @@ def test_greedy_text_equals_transformers_generate(pair, device) -> None:
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=GREEDY, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
-    engine = Engine(ours, capacity=64, prefill_chunk=16, kv_cache="paged", page_size=4)
-    assert list(engine.stream(prompt, GREEDY)) == expected[0, len(prompt) :].tolist()
+    llm = LLM(ours, max_model_len=64, max_batch_tokens=16, page_size=4, pages=16)
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=GREEDY))
+    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    llm.close()
+
+
+@torch.no_grad()
+def test_continuous_batching_equals_transformers(pair, device) -> None:
+    """Log-probabilities of prompts in chunks and of the tokens drawn behind them, all of them in one batch."""
+    theirs, ours = (model.to(device) for model in pair)
+    params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=8, logprobs=8)
+    llm = LLM(ours, max_model_len=80, max_batch_tokens=20, page_size=8, pages=32)
+    for output in llm.generate(prompts(theirs.config), params):
+        (completion,) = output.outputs
+        tokens = output.prompt_token_ids + completion.token_ids
+        expected = theirs(torch.tensor([tokens], device=device)).logits[0].log_softmax(-1)
+        listed = [*output.prompt_logprobs[1:], *completion.logprobs]
+        assert len(listed) == len(tokens) - 1
+        for row, entries in zip(expected, listed, strict=False):
+            for token, entry in entries.items():
+                assert abs(float(row[token]) - entry.logprob) < TOLERANCE
+    llm.close()
 
 
 def changed(model: Transformer, **changes) -> Transformer:

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from torch_fdattn.engine import Engine
+from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.models import load_model, load_tokenizer, resolve
 
 pytest.importorskip("gguf", reason="needs the package gguf")
@@ -83,8 +83,9 @@ def test_tokens_equal_transformers(tokenizer, gguf_source):
 
 
 def answer(model, tokenizer, ids, tokens, device) -> str:
-    engine = Engine(model.to(device), capacity=len(ids) + tokens)
-    return tokenizer.decode(list(engine.stream(ids, tokens, eos_ids=tokenizer.eos_ids)))
+    llm = LLM(model.to(device), tokenizer, max_num_seqs=1, max_model_len=len(ids) + tokens)
+    (output,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=tokens))
+    return output.outputs[0].text
 
 
 def test_it_knows_paris(model, tokenizer, device):

@@ -127,7 +127,7 @@ def test_two_versions_and_an_installed_package_in_one_process(kernel: Path, tmp_
 
 def test_what_a_copy_cannot_have_is_refused(tmp_path: Path) -> None:
     files = hub_kernel.sources()
-    files["checks.py"] += "\nfrom torch_fdattn.engine import Engine\n"
+    files["checks.py"] += "\nfrom torch_fdattn.engine import LLM\n"
     with pytest.raises(
         ValueError, match=r"checks.py: imports torch_fdattn.engine, which a copy does not have"
     ):

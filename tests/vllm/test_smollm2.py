@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from tests.vllm.generation import Counted, Text, check_texts, greedy
 from tests.vllm.smollm2 import LAYERS, TOKENS, encoded, export
-from torch_fdattn.engine import Engine
+from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.models import load_model, load_tokenizer
 from torch_fdattn.ops.library import launches
 
@@ -89,21 +91,18 @@ def test_vllm_batched(llm, texts):
     assert launches["decode_forward/cpu"] > 0
 
 
-def test_the_engine_alone(model, texts):
-    def generate(prompts, counts):
-        (prompt,), (count,) = prompts, counts
-        engine = Engine(model, capacity=len(prompt) + count)
-        return [list(engine.stream(prompt, count))]
+def continued(model, prompts, counts) -> list[list[int]]:
+    """By our engine, all at the same time."""
+    longest = max(map(sum, zip(map(len, prompts), counts, strict=True)))
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in counts]
+    outputs = LLM(model, max_model_len=longest).generate(prompts, params)
+    return [output.outputs[0].token_ids for output in outputs]
 
+
+def test_the_engine_alone(model, texts):
     for text in texts:
-        check_texts([text], generate)
+        check_texts([text], functools.partial(continued, model))
 
 
 def test_the_engine_batched(model, texts):
-    def generate(prompts, counts):
-        longest = max(counts)
-        engine = Engine(model, batch=len(prompts), capacity=max(map(len, prompts)) + longest)
-        steps = zip(*engine.generate(prompts, longest), strict=True)
-        return [list(tokens[:count]) for tokens, count in zip(steps, counts, strict=True)]
-
-    check_texts(texts, generate)
+    check_texts(texts, functools.partial(continued, model))

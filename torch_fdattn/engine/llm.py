@@ -37,7 +37,7 @@ class LLM:
 
     Args:
         model: on the device to run on, already parallelised where `tp_group` is given. A `Transformer` runs in its
-            inference form, which shares its weights.
+            inference form, which shares its weights; with fused=False as it is, with its hooks and compiled modules.
         tokenizer: for prompts and answers as text, stop strings and end tokens. Without it prompts are token ids, and
             only stop_token_ids and max_tokens end a completion.
         max_num_seqs: completions that run at the same time.
@@ -50,10 +50,13 @@ class LLM:
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
         cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
         kv_group: the process group that shares the cache by position: each rank has `pages` pages, of every sequence
-            page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`: of `dist.decode`.
+            page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`, `hierarchy`: of `dist.decode`.
         tp_group: the process group that the model is parallelised over. All ranks of both groups make the same calls; the
-            first one's draws are taken. Both together are the dimensions of a mesh of all ranks.
+            first one's draws are taken. Both together are the dimensions of a mesh of all ranks, or, where it is given, of
+            those of `sync_group`: one of several engines side by side.
         batch_invariant: the same bits for a request whatever else is in the batch; what it costs says docs/engine.md.
+        rank_invariant: with batch_invariant, the same bits on any number of ranks of kv_group, one included, at one page_size:
+            `dist.decode`'s invariant_block is a page.
         speculation: None, or how tokens are proposed so that a step may give several; not with batch_invariant.
         run_ahead: whether `step` queues a step before it reads the one before. False gives tokens a step earlier and computes none
             behind a completion's end: for a CPU, which runs nothing meanwhile.
@@ -93,26 +96,28 @@ class LLM:
         max_num_seqs: int = 256, max_batch_tokens: int = MAX_BATCH_TOKENS, max_model_len: int | None = None,
         pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
         enable_prefix_caching: bool = True, cuda_graph: bool | None = None, kv_group: Group = None,
-        strategy: str = "auto", tp_group: Group = None, batch_invariant: bool = False,
-        speculation: NgramSpeculation | None = None, run_ahead: bool = True,
+        strategy: str = "auto", hierarchy: tuple[Group, Group] | None = None, tp_group: Group = None,
+        sync_group: Group = None, batch_invariant: bool = False, rank_invariant: bool = False,
+        speculation: NgramSpeculation | None = None, run_ahead: bool = True, fused: bool = True,
     ) -> None:  # fmt: skip
         self._runner, sizes = make_runner(
             model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
             pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=enable_prefix_caching,
-            cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, tp_group=tp_group,
-            batch_invariant=batch_invariant, speculation=speculation, run_ahead=run_ahead,
+            cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, hierarchy=hierarchy, tp_group=tp_group, sync_group=sync_group,
+            batch_invariant=batch_invariant, rank_invariant=rank_invariant, speculation=speculation,
+            run_ahead=run_ahead, fused=fused,
         )  # fmt: skip
         self.model, self.tokenizer = self._runner.model, tokenizer
-        page_size = sizes.page_size
-        self.max_model_len, self.page_size = sizes.max_model_len, page_size
+        self.max_model_len, self.page_size = sizes.max_model_len, sizes.page_size
         self.group, self.rank = self._runner.group, self._runner.rank
         self.num_ranks, self.device = self._runner.num_ranks, self._runner.rows.device
         self._pool = PagePool(sizes.pages)
         chunk_size = None
         if batch_invariant:
-            chunk_size = chunk_size_of(page_size, max_num_seqs, max_batch_tokens)
+            unit = page_size if rank_invariant else self.page_size
+            chunk_size = chunk_size_of(unit, max_num_seqs, max_batch_tokens)
         self._scheduler = Scheduler(
-            self._pool, page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size,
+            self._pool, self.page_size, max_num_seqs, max_batch_tokens, enable_prefix_caching, chunk_size,
             speculation,
         )  # fmt: skip
         self._speculation, self._runs_ahead = speculation, run_ahead

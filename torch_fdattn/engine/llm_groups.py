@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,21 +26,30 @@ class EngineGroups(NamedTuple):
     everybody: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, kv_group: Group, tp_group: Group) -> EngineGroups:
+    def of(cls, kv_group: Group, tp_group: Group, sync_group: Group) -> EngineGroups:
         """Of `LLM`'s arguments.
 
         Raises:
-            ValueError: a group that is not known, or two that are not a mesh of all ranks.
+            ValueError: a group that is not known, or two that are not a mesh of sync_group's ranks, or of all.
         """
         given = ("kv_group", kv_group), ("tp_group", tp_group)
         names = {name: name_of(group, name) for name, group in given if group is not None}
         sizes = {name: rank_and_size(group, name)[1] for name, group in names.items()}
         everybody = None
-        if len(names) == 2:
+        if sync_group is not None:
+            name = name_of(sync_group, "sync_group")
+            if (size := rank_and_size(name, "sync_group")[1]) != (
+                expected := math.prod(sizes.values())
+            ):
+                raise ValueError(
+                    f"sync_group must have the ranks of kv_group and tp_group together, {expected}, got a group of {size}"
+                )
+            everybody = distributed_c10d._resolve_process_group(name)
+        elif len(names) == 2:
             if sizes["kv_group"] * sizes["tp_group"] != dist.get_world_size():
                 raise ValueError(
                     "kv_group and tp_group must be the two dimensions of a mesh of all ranks, got groups of "
-                    f"{sizes['kv_group']} and {sizes['tp_group']} among {dist.get_world_size()} ranks"
+                    f"{sizes['kv_group']} and {sizes['tp_group']} among {dist.get_world_size()} ranks: give sync_group"
                 )
             everybody = dist.group.WORLD
         elif names:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from torch_fdattn.dist.decode.op import ONE_SIDED, check_strategy
-from torch_fdattn.dist.groups import Group, rank_and_size
+from torch_fdattn.dist.decode.rank_invariant import check_strategy as check_invariant_strategy
+from torch_fdattn.dist.groups import Group, pair_of_names, rank_and_size
 from torch_fdattn.dist.kv_cache.scales import kv_format
 from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.engine.llm_groups import EngineGroups
@@ -39,27 +40,32 @@ class Sizes(NamedTuple):
 def make_runner(
     model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
     max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None,
-    enable_prefix_caching: bool, cuda_graph: bool | None, kv_group: Group, strategy: str, tp_group: Group,
-    batch_invariant: bool, speculation: NgramSpeculation | None, run_ahead: bool,
+    enable_prefix_caching: bool, cuda_graph: bool | None, kv_group: Group, strategy: str,
+    hierarchy: tuple[Group, Group] | None, tp_group: Group, sync_group: Group, batch_invariant: bool,
+    rank_invariant: bool, speculation: NgramSpeculation | None, run_ahead: bool, fused: bool,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
     """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
         raise TypeError(
             f"model must be a Transformer or its inference form, got {type(model).__name__}: see models.load_model"
         )
-    model = model.for_inference() if type(model) is Transformer else model
+    model = model.for_inference() if fused and type(model) is Transformer else model
     config, weight = model.config, model.norm.weight
     sizes = dict(
         max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, page_size=page_size,
         max_model_len=max_model_len, pages=pages,
     )  # fmt: skip
-    groups = EngineGroups.of(kv_group, tp_group)
+    groups = EngineGroups.of(kv_group, tp_group, sync_group)
     with groups.refusing(weight):
         _expect_positive(**sizes)
-        if type(run_ahead) is not bool:
-            raise TypeError(f"run_ahead must be a bool, got {run_ahead!r}")
+        _expect_bool(
+            run_ahead=run_ahead, batch_invariant=batch_invariant, rank_invariant=rank_invariant, fused=fused
+        )  # fmt: skip
         form = kv_format(kv_dtype)
-        _check_strategy(strategy, groups.kv)
+        hierarchy = pair_of_names(hierarchy)
+        _check_strategy(strategy, hierarchy, groups.kv)
+        if rank_invariant:
+            _check_rank_invariant(batch_invariant, strategy, groups.kv)
         _check_speculation(speculation, batch_invariant, config.vocab_size)
         if max_model_len is not None and max_model_len > config.max_positions:
             raise ValueError(
@@ -75,7 +81,7 @@ def make_runner(
         {
             **sizes, "kv_dtype": kv_dtype, "enable_prefix_caching": enable_prefix_caching,
             "cuda_graph": graphs, "strategy": strategy, "batch_invariant": batch_invariant,
-            "speculation": speculation, "run_ahead": run_ahead,
+            "rank_invariant": rank_invariant, "fused": fused, "speculation": speculation, "run_ahead": run_ahead,
             "whether kv_group is given": groups.kv is not None,
             "whether tp_group is given": groups.tp is not None,
             "the model's configuration": config, "the model's dtype": weight.dtype,
@@ -95,8 +101,9 @@ def make_runner(
         kv = PagedKV(config.num_layers, pages, *shape[1:], **options)
     else:
         kv = ShardedPagedKV(
-            config.num_layers, pages, *shape[1:], **options, group_name=groups.kv, strategy=strategy
-        )
+            config.num_layers, pages, *shape[1:], **options, group_name=groups.kv, strategy=strategy,
+            hierarchy=hierarchy, rank_invariant=rank_invariant,
+        )  # fmt: skip
     rows = SequenceRows(max_num_seqs, longest, kv.page_size, weight.device)
     runner = ModelRunner(
         model, kv, rows, max_num_seqs, cuda_graph=graphs, group=groups.everybody,
@@ -105,14 +112,21 @@ def make_runner(
     return runner, Sizes(longest, pages, kv.page_size)
 
 
-def _check_strategy(strategy: str, kv_group: str | None) -> None:
+def _check_strategy(strategy: str, hierarchy: tuple[str, str] | None, kv_group: str | None) -> None:
     if kv_group is None and strategy != "auto":
         raise ValueError(f"strategy must be 'auto' where kv_group is None, got {strategy!r}")
-    if strategy == "hierarchical":
-        raise NotImplementedError(
-            "strategy must be of one group of ranks, got 'hierarchical': take another one, or Engine, which has it"
+    check_strategy(strategy, hierarchy)
+
+
+def _check_rank_invariant(batch_invariant: bool, strategy: str, kv_group: str | None) -> None:
+    if kv_group is None:
+        raise ValueError(
+            "kv_group must be a process group where rank_invariant is True, of this process alone for a cache that is not "
+            "shared, got None"
         )
-    check_strategy(strategy, None)
+    if not batch_invariant:
+        raise ValueError("batch_invariant must be True where rank_invariant is True, got False")
+    check_invariant_strategy(strategy)
 
 
 def chunk_size_of(page_size: int, max_num_seqs: int, max_batch_tokens: int) -> int:
@@ -169,3 +183,9 @@ def _expect_positive(**sizes: int | None) -> None:
             raise TypeError(f"{name} must be an int, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _expect_bool(**named: object) -> None:
+    for name, value in named.items():
+        if type(value) is not bool:
+            raise TypeError(f"{name} must be a bool, got {value!r}")

@@ -1,8 +1,7 @@
 """A KV cache in pages: memory follows what sequences hold, not what they might.
 
-It stands in the engine's package, with the free list, because handing out pages is a decision of whoever
-serves the sequences; the model takes it as it takes `ShardedKVCache`, by what it can do. Where a group shares
-its positions, each rank has pages and a table of its own, for the tokens that it keeps.
+A model takes it as it takes `ShardedKVCache`, by what it can do. Where a group shares its positions, each rank has pages
+and a table of its own, for the tokens that it keeps. `LLM` has pages of another kind, which requests share by their prefixes.
 
 K and V of a layer are pages (P, page, H_kv, D) in memory, (P, H_kv, page, D) as the ops see them: the
 tokens of a page are written in runs of H_kv · D elements. New tokens go through `paged_append_kv`, up to
@@ -94,21 +93,13 @@ class PagedKVCache(SharedKVCache):
         """K and V of a layer, (pages, kv_heads, page_size, head_dim), not copied."""
         return self._k[layer].transpose(1, 2), self._v[layer].transpose(1, 2)
 
-    @property
-    def shapes_follow_longest(self) -> bool:
-        return True  # pages are gathered up to there
-
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens of every sequence, and all of a shorter one; the rest's pages are free."""
         super().truncate(length)
         self.table.shrink(self._local(self.held))
 
-    def shortage(self, lengths: Sequence[int]) -> str | None:
-        return self.table.shortage([self._fullest.local_capacity(length) for length in lengths])
-
     def _grow_to(self, lengths: Sequence[int]) -> None:
-        if shortage := self.shortage(lengths):
-            raise ValueError(shortage)
+        self.table.expect_enough([self._fullest.local_capacity(length) for length in lengths])
         self.table.grow(self._local(lengths))
 
     def _local(self, lengths: Sequence[int]) -> list[int]:

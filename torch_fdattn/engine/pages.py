@@ -32,20 +32,18 @@ class PageTable:
         self._owned = [0] * batch
         self.free = list(range(pages - 1, -1, -1))
 
-    def shortage(self, lengths: Sequence[int]) -> str | None:
-        """What is missing for sequences of these lengths, in addition to what they have; None: nothing."""
+    def expect_enough(self, lengths: Sequence[int]) -> None:
+        """Raises where pages are missing for sequences of these lengths."""
         needed = sum(map(max, self._needed(lengths), self._owned))
-        if needed <= self.pages:
-            return None
-        return (
-            f"pages must be at least {needed} for sequences of {', '.join(map(str, lengths))} tokens "
-            f"at {self.page_size} a page, got {self.pages}"
-        )
+        if needed > self.pages:
+            raise ValueError(
+                f"pages must be at least {needed} for sequences of {', '.join(map(str, lengths))} tokens "
+                f"at {self.page_size} a page, got {self.pages}"
+            )
 
     def grow(self, lengths: Sequence[int]) -> None:
         """Gives every sequence the pages that it lacks for these lengths, or raises and gives none."""
-        if shortage := self.shortage(lengths):
-            raise ValueError(shortage)
+        self.expect_enough(lengths)
         changed = []
         for sequence, needed in enumerate(self._needed(lengths)):
             for column in range(self._owned[sequence], needed):

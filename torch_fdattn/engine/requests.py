@@ -8,8 +8,7 @@ from torch_fdattn.engine.detokenizer import TextStream
 from torch_fdattn.engine.ngram_speculation import NgramProposer
 from torch_fdattn.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from torch_fdattn.engine.random_numbers import seed_of_completion
-from torch_fdattn.engine.sampling import NO_TOKEN, LogitsError
-from torch_fdattn.engine.sampling_params import SamplingParams
+from torch_fdattn.engine.sampling_params import NO_TOKEN, LogitsError, SamplingParams
 from torch_fdattn.engine.structured import Matcher
 
 TokenLogprobs = dict[int, Logprob]

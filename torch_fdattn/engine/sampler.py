@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fdattn.engine.random_numbers import uniform
-from torch_fdattn.engine.sampling import NO_TOKEN
-from torch_fdattn.engine.sampling_params import SamplingParams
+from torch_fdattn.engine.sampling_params import NO_TOKEN, SamplingParams
 from torch_fdattn.engine.sequence_rows import SequenceRows
 from torch_fdattn.ops.block_sums import BLOCK, BlockSums, block_sums
 

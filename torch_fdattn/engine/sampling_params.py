@@ -7,6 +7,17 @@ from dataclasses import dataclass
 
 #: Alternatives that a token's log-probabilities may list.
 MAX_LOGPROBS = 64
+#: What is drawn from logits that are no distribution.
+NO_TOKEN = -1
+
+
+class LogitsError(ValueError):
+    """Logits from which no token can be drawn.
+
+    Examples:
+        >>> issubclass(torch_fdattn.engine.LogitsError, ValueError)
+        True
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ tokens of sequences that decode. `Sequence.accept` takes back what was counted f
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class Scheduler:
         enable_prefix_caching: whether full pages are registered and looked for.
         chunk_size: None, or what every chunk of a prompt has but the last one of it, so that how a prompt is cut depends on
             nothing else (batch-invariant mode); tokens behind the prompt are then computed one by one, and pages are
-            shared by whole chunks. A multiple of page_size.
+            shared by whole chunks that end with a page.
         speculation: how many tokens are proposed; the host has then read all tokens before `schedule`.
     """
 
@@ -219,7 +220,7 @@ class Scheduler:
         asks_for_prompt = sequence.index == 0 and sequence.params.prompt_logprobs is not None
         if not self.enable_prefix_caching or asks_for_prompt:
             return []
-        unit = self.page_size if self.chunk_size is None else self.chunk_size
+        unit = math.lcm(self.page_size, self.chunk_size or 1)
         tokens = (len(sequence.tokens) - 1) // unit * unit
         hashes = (self._hash(sequence, i) for i in range(tokens // self.page_size))
         pages = self.pool.take_prefix(hashes)

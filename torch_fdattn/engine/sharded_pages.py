@@ -9,7 +9,8 @@ in blocks of a page, all ranks have the same page tables, reference counts and p
     chunks    each rank computes its share of their tokens; K and V are gathered, and each rank stores its own positions;
               `attend_chunks` takes the queries to the keys
 
-Both in one pass: the model sees the decodes and this rank's share.
+Both in one pass: the model sees the decodes and this rank's share. Where bits must not depend on the number of ranks, all
+compute all tokens of a chunk, and attend as decodes do, a few queries at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch_fdattn.dist.kv_cache.shard_map import ShardMap
 from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
 from torch_fdattn.engine.sequence_rows import NO_PAGE
 from torch_fdattn.models import InferenceTransformer, Transformer
+from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 from torch_fdattn.ops.options import AttentionOptions, default_scale, window_bounds
 from torch_fdattn.ops.packed import Packed
 from torch_fdattn.ops.scores import Scores
@@ -38,7 +40,8 @@ class ShardedPagedKV(PagedKV):
     Args:
         page_size: tokens of a page of one rank.
         pages: of each rank.
-        group_name, strategy: of `torch_fdattn.dist.decode`.
+        group_name, strategy, hierarchy: of `torch_fdattn.dist.decode`.
+        rank_invariant: whether its invariant_block is a page of one rank; a step then has decodes or one chunk.
 
     Attributes:
         page_size: tokens that the number of a page stands for, on all ranks together.
@@ -48,14 +51,20 @@ class ShardedPagedKV(PagedKV):
     def __init__(
         self, num_layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, *,
         dtype: torch.dtype, device: torch.device, form: KVFormat | None, group_name: str, strategy: str,
+        hierarchy: tuple[str, str] | None, rank_invariant: bool,
     ) -> None:  # fmt: skip
         super().__init__(
             num_layers, pages, page_size, kv_heads, head_dim, dtype=dtype, device=device, form=form
         )
         self.shards = ShardMap(*rank_and_size(group_name, "kv_group"), page_size)
         self.page_size = self.shards.kv_stride
-        self.group_name, self.strategy = group_name, strategy
-        self.waits_in = () if strategy in COLLECTIVES_ALONE else (group_name,)
+        self.group_name = group_name
+        #: Of `dist.decode`, the same in every call.
+        self.exchange = dict(
+            strategy=strategy, hierarchy=hierarchy, kv_block=self.shards.kv_block,
+            invariant_block=page_size if rank_invariant else None,
+        )  # fmt: skip
+        self.waits_in = () if strategy in COLLECTIVES_ALONE else (group_name, *(hierarchy or ()))
 
     def bytes_of(self, tokens: int) -> int:
         return super().bytes_of(self.shards.local_capacity(tokens))
@@ -84,9 +93,10 @@ class ShardedStep(PagedStep):
         self._pages = pages.masked_fill(~is_own, NO_PAGE)
         self._slots = (places % shards.kv_block).int()
         self._tokens = len(positions) - self._split
-        self._share = -(-self._tokens // shards.world_size)
+        self._rank_invariant = kv.exchange["invariant_block"] is not None
+        self._share = 0 if self._rank_invariant else -(-self._tokens // shards.world_size)
         self.lengths = self._own_rows(positions)
-        if prefills is not None:
+        if prefills is not None and not self._rank_invariant:
             self._mask = chunk_mask(prefills.cu_seqlens, prefills.kv_lens, shards)
 
     def hidden(self, model: Transformer | InferenceTransformer, tokens: Tensor) -> Tensor:
@@ -100,18 +110,32 @@ class ShardedStep(PagedStep):
         super().append(layer, k, v)
 
     def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
-        kv, decodes = self._kv, self._decodes
+        return self._decode(layer, q, self._decodes, **options)
+
+    def _decode(self, layer: int, q: Tensor, of: Decodes | Prefills, **options) -> Tensor:
+        kv = self._kv
         return sharded_decode(
-            q, kv.k[layer], kv.v[layer], decodes.kv_lens, kv.group_name, page_table=decodes.page_table,
-            kv_block=kv.shards.kv_block, batch_invariant=self._batch_invariant, strategy=kv.strategy,
-            causal=True, **kv.scales_of(layer), **options,
+            q, kv.k[layer], kv.v[layer], of.kv_lens, kv.group_name, page_table=of.page_table,
+            batch_invariant=self._batch_invariant, causal=True, **kv.exchange, **kv.scales_of(layer),
+            **options,
         )[0]  # fmt: skip
+
+    def _attend_few_by_few(self, layer: int, q: Tensor, **options) -> Tensor:
+        """Of one chunk's q (tokens, heads, head_dim)."""
+        start, outs = self._prefills.kv_lens - len(q), []
+        for few in q.split(MAX_QUERY_TOKENS):
+            queries = few.transpose(0, 1)[None]
+            outs.append(self._decode(layer, queries, self._prefills, q_start=start, **options))
+            start = start + len(few)
+        return torch.cat(outs, 2)[0].transpose(0, 1)
 
     def _attend_prefills(
         self, layer: int, q: Tensor, *, scale: float | None, window: tuple[int, int] | None,
         softcap: float,
     ) -> Tensor:  # fmt: skip
         kv = self._kv
+        if self._rank_invariant:
+            return self._attend_few_by_few(layer, q, scale=scale, window=window, softcap=softcap)
         k, v, table = kv.pages_for_prefill(layer, self._prefills.page_table, q.dtype)
         mask = self._mask._replace(window_left=window_bounds(window)[0])
         options = AttentionOptions(mask, default_scale(q, scale), Scores(softcap))

@@ -1,4 +1,4 @@
-"""What a run of the engine took."""
+"""What one completion took."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from torch_fdattn.models import InferenceTransformer, Transformer
 
 @dataclass
 class Stats:
-    """What a run of `Engine.generate` or `stream_text` took, on this rank; filled in anew as it goes.
-
-    Tokens are counted over the whole batch; sequences that have ended count no more.
+    """What a run of `stream_text` took, on this rank; filled in anew as it goes.
 
     Examples:
-        >>> config = torch_fdattn.models.ModelConfig("qwen3", 64, 32, 48, 1, 4, 2, 16, 128)
-        >>> engine = torch_fdattn.engine.Engine(torch_fdattn.models.Transformer(config), capacity=64)
-        >>> stats = torch_fdattn.engine.Stats()
-        >>> tokens = list(engine.generate([[5, 9, 33]], 8, stats=stats))
+        >>> model = torch_fdattn.models.load_model("smollm2")
+        >>> llm = torch_fdattn.engine.LLM(model, torch_fdattn.models.load_tokenizer("smollm2"), pages=4)
+        >>> stats, params = torch_fdattn.engine.Stats(), torch_fdattn.engine.SamplingParams(max_tokens=4)
+        >>> text = "".join(torch_fdattn.engine.stream_text(llm, "Water boils", params, stats=stats))
         >>> stats.tokens_per_s > 0
         True
     """
 
     prompt_tokens: int = 0
-    first_tokens: int = 0  # those that the prefill gives: one for each sequence
+    first_tokens: int = 0  # those that the prefill gives
     new_tokens: int = 0  # the first ones included
     first_token_s: float = 0.0
     decode_s: float = 0.0  # all tokens after the first ones

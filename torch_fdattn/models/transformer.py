@@ -191,7 +191,7 @@ class Transformer(nn.Module):
         """This model in merged and fused layers: the same results in fewer launches, without gradients.
 
         q, k and v are one product, and so are gate and up; norms and rotary positions of q and k are one launch, SwiGLU
-        is one or part of its product, and a residual's addition and the norm behind it are one. `Engine` asks for it
+        is one or part of its product, and a residual's addition and the norm behind it are one. `LLM` asks for it
         itself.
 
         **Weights.** The form has parameters of its own over this model's memory. So that gate and up (and q, k and v) lie

@@ -310,4 +310,12 @@ FAULTS = (
         "k, v = self._all_rows(torch.stack([k, v], 1)).unbind(1)", "k, v = self._all_rows(torch.stack([k, v], 1) * (self._kv.shards.rank == 0)).unbind(1)",
         SHARDED_PAGES,
     ),
+    Fault(
+        "bits that follow from a rank's share of a chunk", _PAGES,
+        "invariant_block=page_size if rank_invariant else None", "invariant_block=None", SHARDED_PAGES,
+    ),
+    Fault(
+        "chunks that follow from the number of ranks", "torch_fdattn/engine/llm.py",
+        "unit = page_size if rank_invariant else self.page_size", "unit = self.page_size", SHARDED_PAGES,
+    ),
 )  # fmt: skip

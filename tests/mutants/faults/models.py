@@ -15,8 +15,8 @@ FAULTS = (
     ),
     Fault(
         "a layer's options left out of ragged steps", f"{_CACHES}/batch_cache.py",
-        "return self._cache._attend(layer, q, self._ends, longest, **options)",
-        "return self._cache._attend(layer, q, self._ends, longest)", FAMILIES,
+        "return self._cache._attend(layer, q, self._ends, max(self._cache.held), **options)",
+        "return self._cache._attend(layer, q, self._ends, max(self._cache.held))", FAMILIES,
     ),
     Fault(
         "a softcap left out", f"{_CACHES}/mask_options.py",

@@ -127,11 +127,9 @@ class BatchKVCache:
         self._grow_to(lengths)
         self.held = lengths
 
-    def ragged_step(
-        self, counts: Tensor, tokens: int, longest: int | None = None, full: bool = False
-    ) -> RaggedStep:
+    def ragged_step(self, counts: Tensor, tokens: int, full: bool = False) -> RaggedStep:
         """A step of `tokens` columns in which sequence b stores its last counts[b]; see `RaggedStep`."""
-        return RaggedStep(self, counts, tokens, longest, full)
+        return RaggedStep(self, counts, tokens, full)
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens of every sequence, and all of a shorter one."""
@@ -148,15 +146,6 @@ class BatchKVCache:
     def calibrated(self) -> bool:
         """Whether scales are final. Before that, a step runs eagerly, so that it can set them."""
         return self.scales is None or self.scales.calibrated
-
-    @property
-    def shapes_follow_longest(self) -> bool:
-        """Whether a long step's shapes depend on what the longest sequence holds (`RaggedStep`'s `longest`)."""
-        return self.scales is not None  # dequantised up to there
-
-    def shortage(self, lengths: Sequence[int]) -> str | None:
-        """What is missing, other than capacity, for sequences of these lengths; None: nothing."""
-        return None
 
     @property
     def nbytes(self) -> int:
@@ -249,8 +238,6 @@ class RaggedStep:
     each run.
 
     Args:
-        longest: what the longest sequence holds after the step, on the host. Default: all that is reserved,
-            of which the step may be a part.
         full: whether every count is T, which the caller knows: no column is padding, and none is moved.
 
     Attributes:
@@ -258,10 +245,9 @@ class RaggedStep:
     """
 
     def __init__(
-        self, cache: BatchKVCache, counts: Tensor, tokens: int, longest: int | None = None,
-        full: bool = False,
-    ) -> None:  # fmt: skip
-        self._cache, self._counts, self._longest = cache, counts, longest
+        self, cache: BatchKVCache, counts: Tensor, tokens: int, full: bool = False
+    ) -> None:
+        self._cache, self._counts = cache, counts
         self._ends = cache.lengths + counts
         self.lengths = self._ends - tokens
         stored = None if full else counts
@@ -274,8 +260,7 @@ class RaggedStep:
 
     def attend(self, layer: int, q: Tensor, **options) -> Tensor:
         """`BatchKVCache.attend`, with its keywords."""
-        longest = max(self._cache.held) if self._longest is None else self._longest
-        return self._cache._attend(layer, q, self._ends, longest, **options)
+        return self._cache._attend(layer, q, self._ends, max(self._cache.held), **options)
 
     def advance(self, tokens: int) -> None:
         self._cache.lengths += self._counts

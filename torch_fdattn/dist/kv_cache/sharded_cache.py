@@ -144,8 +144,8 @@ class SharedKVCache(BatchKVCache):
             if options.get("softcap"):
                 raise NotImplementedError(
                     f"softcap over a cache that ranks share takes passes of 1 to {MAX_QUERY_TOKENS} query tokens, got "
-                    f"softcap {options['softcap']} and {q.shape[2]} tokens: give the Engine "
-                    f"prefill_chunk={MAX_QUERY_TOKENS}, or share the model instead (tp_group)"
+                    f"softcap {options['softcap']} and {q.shape[2]} tokens: give it {MAX_QUERY_TOKENS} at a time, or take "
+                    "engine.LLM, whose chunks have a softcap"
                 )
             k, v = self._contiguous(layer, self._local_capacity(longest), q.dtype)
             shard = dict(k_shard=k, v_shard=v)

@@ -1,4 +1,4 @@
-"""The engine on tensor-parallel ranks: decode steps as CUDA graphs with communication in them."""
+"""`LLM` on tensor-parallel ranks: decodes in CUDA graphs with communication in them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,20 @@ from tests.engine.tiny import PROMPTS, greedy, random_model
 from torch_fdattn.dist import matmul_all_reduce
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, LAYER
-from torch_fdattn.engine import Engine
+from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.models.parallelize import parallelize
+
+
+def made(model, group) -> LLM:
+    return LLM(
+        model, tp_group=group, max_num_seqs=len(PROMPTS), max_model_len=48, pages=12, enable_prefix_caching=False
+    )  # fmt: skip
+
+
+def continued(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8))
+    return [output.outputs[0].token_ids for output in outputs]
+
 
 METHODS = ("nccl", "one_shot", "two_shot")
 FORMS = [("ag_rs", "nccl"), *(("all_reduce", method) for method in METHODS)]
@@ -27,14 +39,12 @@ def test_captured_tokens_are_one_process_tokens(group, rank_device, strategy, me
     model = parallelize(
         random_model(rank_device, heads=8), group, strategy, allreduce_method=method
     )
-    engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group)
+    llm = made(model, group)
     for width in (1, 2**14):
-        steps = list(engine.generate(PROMPTS, 8))
-        assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
-        engine.reset()
+        assert continued(llm) == expected
         x, weight = (torch.ones(width, 16, device=rank_device) for _ in range(2))
         matmul_all_reduce(x[:256], weight, group, method=method)
-    engine.close()
+    llm.close()
 
 
 def test_captures_take_what_auto_chooses(group, rank_device, measured) -> None:
@@ -48,10 +58,9 @@ def test_captures_take_what_auto_chooses(group, rank_device, measured) -> None:
     choices = [[rows, "low_latency"], [rows * 64, "nccl"]]
     measured(*((ALL_REDUCE, hidden, features, choices) for features in (inner, heads)))
     model = parallelize(random_model(rank_device, heads=8), group, "all_reduce")
-    engine = Engine(model, batch=rows, capacity=48, tp_group=group)
-    steps = list(engine.generate(PROMPTS, 8))
-    assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
-    engine.close()
+    llm = made(model, group)
+    assert continued(llm) == expected
+    llm.close()
 
 
 def test_auto_shards_prompts_and_replicates_single_tokens(
@@ -61,23 +70,27 @@ def test_auto_shards_prompts_and_replicates_single_tokens(
     expected = [greedy(dense, prompt, 8) for prompt in PROMPTS]
     mlp = dense.layers[0].mlp.gate_proj
     most = split_evenly(mlp.out_features, dist.get_world_size())[0]
-    measured((LAYER, mlp.in_features, most, [[len(PROMPTS), "all_reduce"], [64, "ag_rs"]]))
+    measured(
+        (
+            LAYER,
+            mlp.in_features,
+            most,
+            [[len(PROMPTS), "all_reduce"], [sum(map(len, PROMPTS)), "ag_rs"]],
+        )
+    )
     model = parallelize(random_model(rank_device, heads=8), group)
-    # Eager passes, which call `take_rows`.
-    widths = () if rank_device.type == "cuda" else None
-    engine = Engine(model, batch=len(PROMPTS), capacity=48, tp_group=group, prefill_widths=widths)
-    forms, tokens = [], engine.model.sharded_tokens
+    llm = made(model, group)
+    forms, tokens = [], llm.model.sharded_tokens
     take_rows = tokens.take_rows
 
     def recorded(x: torch.Tensor) -> torch.Tensor:
         x = take_rows(x)
-        forms.append(engine.model.layers[0].mlp.form)
+        forms.append(llm.model.layers[0].mlp.form)
         return x
 
     monkeypatch.setattr(tokens, "take_rows", recorded)
-    steps = list(engine.generate(PROMPTS, 8))
-    assert [list(tokens) for tokens in zip(*steps, strict=True)] == expected
+    assert continued(llm) == expected
     assert forms[0] == "ag_rs"
     assert set(forms[1:]) <= {"all_reduce"}
     assert rank_device.type == "cuda" or len(forms) == 8
-    engine.close()
+    llm.close()
