@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.engine.expected import expect_greedy
+from tests.engine.repeated import repeated as repeated
 from tests.engine.tiny import PROMPTS, random_model
-from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams, decode_graphs
+from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams
 from torch_fdattn.engine.decode_graphs import DecodeGraphs, decode_buckets
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -21,25 +22,6 @@ def test_buckets():
     assert decode_buckets(16) == [1, 2, 4, 8, 16]
     assert decode_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
     assert decode_buckets(40, smallest=40) == [40]
-
-
-class Repeated:
-    """In the place of a captured step: what it runs reads and writes the same buffers, each time anew."""
-
-    def __init__(self, run, device, pool, stream):
-        self.run, self.calls, self.result = run, 0, run().clone()
-
-    def __call__(self):
-        self.calls += 1
-        return self.result.copy_(self.run())
-
-
-@pytest.fixture
-def repeated(monkeypatch):
-    """Captures without a GPU."""
-    monkeypatch.setattr(decode_graphs, "CapturedStep", Repeated)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])

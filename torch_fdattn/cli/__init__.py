@@ -31,6 +31,7 @@ from torch_fdattn.cli.options import (
     Pages,
     PageSize,
     PrefixCaching,
+    PromptGraphTokens,
     Seed,
     StrategyOption,
     Temperature,
@@ -195,6 +196,7 @@ def serve(
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
     ngram_tokens: NgramTokens = 0,
+    prompt_graph_tokens: PromptGraphTokens = 0,
     strategy: StrategyOption = KVStrategy.auto,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.auto,
@@ -215,8 +217,8 @@ def serve(
     engine = EngineOptions(
         max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
         pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=prefix_caching,
-        ngram_tokens=ngram_tokens, strategy=strategy, tensor_parallel=tensor_parallel,
-        tp_strategy=tp_strategy,
+        ngram_tokens=ngram_tokens, prompt_graph_tokens=prompt_graph_tokens, strategy=strategy,
+        tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
     )  # fmt: skip
     server = {
         "model_name": model_name, "host": host, "port": port, "api_key": api_key,
@@ -260,6 +262,7 @@ def bench_serve(
     kv_dtype: KVDTypeOption = KVDType.auto,
     prefix_caching: PrefixCaching = True,
     ngram_tokens: NgramTokens = 0,
+    prompt_graph_tokens: PromptGraphTokens = 0,
     strategy: StrategyOption = KVStrategy.auto,
     tensor_parallel: TensorParallel = 1,
     tp_strategy: TPStrategyOption = TPStrategy.auto,
@@ -280,8 +283,8 @@ def bench_serve(
         engine = EngineOptions(
             max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
             pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=prefix_caching,
-            ngram_tokens=ngram_tokens, strategy=strategy, tensor_parallel=tensor_parallel,
-            tp_strategy=tp_strategy,
+            ngram_tokens=ngram_tokens, prompt_graph_tokens=prompt_graph_tokens, strategy=strategy,
+            tensor_parallel=tensor_parallel, tp_strategy=tp_strategy,
         )  # fmt: skip
         with join(device) as world:
             code = run_here(

@@ -55,6 +55,12 @@ NgramTokens = Annotated[
     int,
     typer.Option(min=0, max=15, help="Tokens proposed by n-grams in a step; 0: no speculation."),
 ]
+PromptGraphTokens = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Capture steps of prompts of up to so many tokens in CUDA graphs; 0: none."
+    ),
+]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="FDATTN_API_KEY", help="What clients send as a bearer token.")
 ]

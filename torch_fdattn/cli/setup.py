@@ -59,6 +59,7 @@ class EngineOptions:
     kv_dtype: KVDType
     enable_prefix_caching: bool
     ngram_tokens: int
+    prompt_graph_tokens: int = 0
     strategy: KVStrategy = KVStrategy.auto
     tensor_parallel: int = 1
     tp_strategy: TPStrategy = TPStrategy.auto
@@ -95,7 +96,7 @@ class EngineOptions:
                 max_model_len=self.max_model_len, pages=self.pages, page_size=self.page_size,
                 kv_dtype=self.stored, enable_prefix_caching=self.enable_prefix_caching, kv_group=kv_group,
                 strategy=strategy, tp_group=tp_group, speculation=speculation,
-                run_ahead=world.device.type != "cpu",
+                prompt_graph_tokens=self.prompt_graph_tokens, run_ahead=world.device.type != "cpu",
             )  # fmt: skip
         except (ValueError, NotImplementedError) as error:
             raise UsageError(as_option(error)) from None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch_fdattn.dist.groups import Group
 from torch_fdattn.engine.detokenizer import TextStream
+from torch_fdattn.engine.launched_step import LaunchedStep
 from torch_fdattn.engine.llm_setup import MAX_BATCH_TOKENS, chunk_size_of, make_runner
 from torch_fdattn.engine.logprobs import to_dicts
 from torch_fdattn.engine.ngram_speculation import NgramProposer, NgramSpeculation
@@ -21,7 +22,6 @@ from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.page_pool import PagePool
 from torch_fdattn.engine.prompts import check_params, longest_length, prompt_tokens
 from torch_fdattn.engine.requests import Request, Sequence
-from torch_fdattn.engine.runner import LaunchedStep
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.scheduler import ScheduledStep, Scheduler
 from torch_fdattn.engine.step_constraints import constraints_of
@@ -49,6 +49,8 @@ class LLM:
             prompts then attend over dequantised copies of their pages.
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
         cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
+        prompt_graph_tokens: steps of up to eight prompts alone are captured, too, up to so many tokens: short prompts do not
+            wait for the host. Each size takes a second to capture. Not with kv_dtype, kv_group or batch_invariant.
         kv_group: the process group that shares the cache by position: each rank has `pages` pages, of every sequence
             page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`, `hierarchy`: of `dist.decode`.
         tp_group: the process group that the model is parallelised over. All ranks of both groups make the same calls; the
@@ -95,7 +97,7 @@ class LLM:
         self, model: Transformer | InferenceTransformer, tokenizer: Tokenizer | None = None, *,
         max_num_seqs: int = 256, max_batch_tokens: int = MAX_BATCH_TOKENS, max_model_len: int | None = None,
         pages: int | None = None, page_size: int = 16, kv_dtype: str | None = None,
-        enable_prefix_caching: bool = True, cuda_graph: bool | None = None, kv_group: Group = None,
+        enable_prefix_caching: bool = True, cuda_graph: bool | None = None, prompt_graph_tokens: int = 0, kv_group: Group = None,
         strategy: str = "auto", hierarchy: tuple[Group, Group] | None = None, tp_group: Group = None,
         sync_group: Group = None, batch_invariant: bool = False, rank_invariant: bool = False,
         speculation: NgramSpeculation | None = None, run_ahead: bool = True, fused: bool = True,
@@ -103,7 +105,7 @@ class LLM:
         self._runner, sizes = make_runner(
             model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
             pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=enable_prefix_caching,
-            cuda_graph=cuda_graph, kv_group=kv_group, strategy=strategy, hierarchy=hierarchy, tp_group=tp_group, sync_group=sync_group,
+            cuda_graph=cuda_graph, prompt_graph_tokens=prompt_graph_tokens, kv_group=kv_group, strategy=strategy, hierarchy=hierarchy, tp_group=tp_group, sync_group=sync_group,
             batch_invariant=batch_invariant, rank_invariant=rank_invariant, speculation=speculation,
             run_ahead=run_ahead, fused=fused,
         )  # fmt: skip

@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 def make_runner(
     model: Transformer | InferenceTransformer, *, max_num_seqs: int, max_batch_tokens: int,
     max_model_len: int | None, pages: int | None, page_size: int, kv_dtype: str | None,
-    enable_prefix_caching: bool, cuda_graph: bool | None, kv_group: Group, strategy: str,
+    enable_prefix_caching: bool, cuda_graph: bool | None, prompt_graph_tokens: int, kv_group: Group, strategy: str,
     hierarchy: tuple[Group, Group] | None, tp_group: Group, sync_group: Group, batch_invariant: bool,
     rank_invariant: bool, speculation: NgramSpeculation | None, run_ahead: bool, fused: bool,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
@@ -75,12 +75,13 @@ def make_runner(
             raise ValueError(
                 f"cuda_graph must be None or False where the model is on {weight.device}, got True"
             )
-    graphs = weight.is_cuda if cuda_graph is None else cuda_graph
+        graphs = weight.is_cuda if cuda_graph is None else cuda_graph
+        _check_prompt_graphs(prompt_graph_tokens, graphs, kv_dtype, groups.kv, batch_invariant)
     groups.check_equal(
         weight,
         {
             **sizes, "kv_dtype": kv_dtype, "enable_prefix_caching": enable_prefix_caching,
-            "cuda_graph": graphs, "strategy": strategy, "batch_invariant": batch_invariant,
+            "cuda_graph": graphs, "prompt_graph_tokens": prompt_graph_tokens, "strategy": strategy, "batch_invariant": batch_invariant,
             "rank_invariant": rank_invariant, "fused": fused, "speculation": speculation, "run_ahead": run_ahead,
             "whether kv_group is given": groups.kv is not None,
             "whether tp_group is given": groups.tp is not None,
@@ -107,7 +108,7 @@ def make_runner(
     rows = SequenceRows(max_num_seqs, longest, kv.page_size, weight.device)
     runner = ModelRunner(
         model, kv, rows, max_num_seqs, cuda_graph=graphs, group=groups.everybody,
-        batch_invariant=batch_invariant, speculation=speculation,
+        batch_invariant=batch_invariant, prompt_graph_tokens=prompt_graph_tokens, speculation=speculation,
     )  # fmt: skip
     return runner, Sizes(longest, pages, kv.page_size)
 
@@ -127,6 +128,20 @@ def _check_rank_invariant(batch_invariant: bool, strategy: str, kv_group: str | 
     if not batch_invariant:
         raise ValueError("batch_invariant must be True where rank_invariant is True, got False")
     check_invariant_strategy(strategy)
+
+
+def _check_prompt_graphs(
+    tokens: int, graphs: bool, kv_dtype: str | None, kv_group: str | None, batch_invariant: bool
+) -> None:
+    if type(tokens) is not int or tokens < 0:
+        raise ValueError(f"prompt_graph_tokens must be an int of 0 or more, got {tokens!r}")
+    refused = {
+        "without CUDA graphs": not graphs, "with kv_dtype, whose prompts attend over copies": kv_dtype is not None,
+        "with kv_group": kv_group is not None, "with batch_invariant": batch_invariant,
+    }  # fmt: skip
+    for where, holds in refused.items():
+        if tokens and holds:
+            raise ValueError(f"prompt_graph_tokens must be 0 {where}, got {tokens}")
 
 
 def chunk_size_of(page_size: int, max_num_seqs: int, max_batch_tokens: int) -> int:

@@ -23,9 +23,11 @@ from torch_fdattn import checks
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, equality_is_assumed
 from torch_fdattn.dist.symm.faults import check
 from torch_fdattn.engine.decode_graphs import DecodeGraphs
+from torch_fdattn.engine.launched_step import LaunchedStep, all_to_host, to_host
 from torch_fdattn.engine.logprobs import TokenLogprobs, logprobs_of
 from torch_fdattn.engine.ngram_speculation import NgramSpeculation
 from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
+from torch_fdattn.engine.prompt_graphs import PromptGraphs
 from torch_fdattn.engine.sampler import PLAIN, Constraints, SampleNeeds, sample
 from torch_fdattn.engine.scheduler import Chunk, ScheduledStep
 from torch_fdattn.engine.sequence_rows import NO_PAGE, SequenceRows, to_device
@@ -43,23 +45,6 @@ class Logits(NamedTuple):
     draw: Callable[[], Tensor] | None = None  # what `PLAIN` draws from these, captured
 
 
-class LaunchedStep(NamedTuple):
-    """A step on its way. Of the tensors, which copies to the host may still fill, `read` is the only reader."""
-
-    samples: list[Chunk]
-    tokens: Tensor  # a chunk's draws one behind the other, in the order of their positions
-    logprobs: TokenLogprobs | None  # of the draws `with_logprobs`
-    with_logprobs: dict[int, int]  # numbers of draws, and how many alternatives each asks for
-    prompt_logprobs: list[tuple[Chunk, TokenLogprobs]]
-    event: torch.cuda.Event | None
-
-    def read(self) -> list[int]:
-        """The drawn tokens; from then on the other tensors can be read too."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.tokens.tolist()
-
-
 class ModelRunner:
     """A model over paged K and V, and the rows of its sequences.
 
@@ -70,6 +55,7 @@ class ModelRunner:
         cuda_graph: whether passes of decodes alone are captured (`decode_graphs.py`).
         group: ranks that share the model, the cache or both: the first one's tokens are taken.
         batch_invariant: see above.
+        prompt_graph_tokens: passes of prompts alone are captured up to so many tokens (`prompt_graphs.py`); 0: none.
         speculation: what proposals steps may have.
 
     Attributes:
@@ -80,7 +66,7 @@ class ModelRunner:
 
     def __init__(
         self, model: Transformer | InferenceTransformer, kv: PagedKV, rows: SequenceRows, max_num_seqs: int, *,
-        cuda_graph: bool, group: dist.ProcessGroup | None, batch_invariant: bool,
+        cuda_graph: bool, group: dist.ProcessGroup | None, batch_invariant: bool, prompt_graph_tokens: int = 0,
         speculation: NgramSpeculation | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.passes = model, rows, 0
@@ -99,6 +85,9 @@ class ModelRunner:
             decode = functools.partial(self._decode, queries=self._max_queries)
             largest = min(max_num_seqs, speculation.max_sequences)
             self._speculative_graphs = DecodeGraphs(decode, rows, largest, 1)
+        self._prompt_graphs = None
+        if prompt_graph_tokens:
+            self._prompt_graphs = PromptGraphs(self._prompts, rows, prompt_graph_tokens)
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep, constraints: Constraints) -> LaunchedStep:
@@ -109,7 +98,7 @@ class ModelRunner:
         tokens, found, counts = self._sample(samples, logits, constraints)
         prompts = [(chunk, self._prompt_logprobs(chunk, own)) for chunk, own in logits.prompts]
         event = None
-        tokens, found = _to_host(tokens), None if found is None else _all_to_host(found)
+        tokens, found = to_host(tokens), None if found is None else all_to_host(found)
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
@@ -142,7 +131,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Lets go of the captured graphs; passes then run eagerly."""
-        self._graphs = self._speculative_graphs = None
+        self._graphs = self._speculative_graphs = self._prompt_graphs = None
 
     def raise_faults(self) -> None:
         """Raises PeerTimeout where a rank that shares the cache did not come to a step that has been read."""
@@ -179,7 +168,7 @@ class ModelRunner:
         end = min(chunk.end, chunk.sequence.prompt_length - 1)
         following = self.rows.tokens[chunk.row, chunk.start + 1 : end + 1]
         count = chunk.sequence.params.prompt_logprobs
-        return _all_to_host(logprobs_of(logits[: len(following)], following, count))
+        return all_to_host(logprobs_of(logits[: len(following)], following, count))
 
     def _forward(self, step: ScheduledStep) -> Logits:
         decodes, prefills = step.decodes, step.prefills
@@ -194,6 +183,8 @@ class ModelRunner:
     def _pass(self, decodes: list[Chunk], prefills: list[Chunk]) -> Logits:
         if decodes and not prefills and not any(map(_asks_for_prompt, decodes)):
             return self._decodes_alone(decodes)
+        if prefills and not decodes and self._can_replay(prefills):
+            return self._prompts_alone(prefills)
         chunks, queries = [*decodes, *prefills], _queries_of(decodes)
         tokens, step = self._inputs(decodes, prefills, queries)
         self.passes += 1
@@ -231,6 +222,29 @@ class ModelRunner:
         if len(drawing) == len(decodes) * queries:
             return Logits(logits[: len(drawing)], [], draw)
         return Logits(logits[to_device([drawing], self._device)[0]], [])
+
+    def _can_replay(self, prefills: list[Chunk]) -> bool:
+        """Whether a captured pass gives all that is asked of these."""
+        graphs, tokens = self._prompt_graphs, sum(chunk.count for chunk in prefills)
+        if graphs is None or not self.replays_graphs or any(map(_asks_for_prompt, prefills)):
+            return False
+        return graphs.holds(len(prefills), tokens)
+
+    def _prompts_alone(self, prefills: list[Chunk]) -> Logits:
+        self.passes += 1
+        inputs = self._to_rows([(x.row, x.start, x.count) for x in prefills])
+        logits = self._prompt_graphs(inputs, sum(chunk.count for chunk in prefills))
+        drawing = [i for i, chunk in enumerate(prefills) if chunk.draw_positions]
+        return Logits(logits[to_device([drawing], self._device)[0]], [])
+
+    def _prompts(self, inputs: Tensor, tokens: int) -> Tensor:
+        """Logits (n - 1, vocab) after the last token of each of n chunks, (3, n), but the last one, which is padding; nothing
+        here depends on values on the host. tokens: of all of them."""
+        ids, positions, pages, chunks = self._chunk_inputs(inputs, tokens)
+        seen = chunks.kv_lens.where(inputs[0] != self.rows.padding_row, 0)
+        step = self._kv.step(positions, pages, None, chunks._replace(kv_lens=seen), False)
+        hidden = step.hidden(self.model, ids)
+        return self.model.logits(hidden[chunks.cu_seqlens[1:-1].long() - 1])
 
     def _draw(self, inputs: Tensor, logits: Tensor) -> Tensor:
         """Draws of `PLAIN`, (B,), from logits of `_decode(inputs)`, which are written to their rows."""
@@ -270,15 +284,14 @@ class ModelRunner:
         return tokens.flatten(), positions.flatten(), pages.flatten(), decodes
 
     def _chunk_inputs(
-        self, prefills: list[Chunk], table_width: int
+        self, inputs: Tensor, tokens: int, table_width: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Prefills]:
-        """Tokens, their positions and pages, (T,) each."""
-        rows, starts, counts = self._to_rows([(x.row, x.start, x.count) for x in prefills])
-        total = sum(chunk.count for chunk in prefills)
-        sequence = torch.arange(len(prefills), device=self._device)
-        sequence = sequence.repeat_interleave(counts, output_size=total)
+        """Tokens, their positions and pages, (T,) each; inputs: int64 (3, n), rows, first positions and counts; tokens: T."""
+        rows, starts, counts = inputs
+        sequence = torch.arange(len(rows), device=self._device)
+        sequence = sequence.repeat_interleave(counts, output_size=tokens)
         ends = counts.cumsum(0)
-        index = torch.arange(total, device=self._device)
+        index = torch.arange(tokens, device=self._device)
         positions = starts[sequence] + index - (ends - counts)[sequence]
         table = self.rows.pages[rows, :table_width]
         pages = table[sequence, positions // self._kv.page_size]
@@ -297,7 +310,9 @@ class ModelRunner:
             *part, by_decode = self._decode_inputs(inputs, queries, width)
             parts.append(part)
         if prefills:
-            *part, by_chunk = self._chunk_inputs(prefills, width)
+            inputs = self._to_rows([(x.row, x.start, x.count) for x in prefills])
+            total = sum(chunk.count for chunk in prefills)
+            *part, by_chunk = self._chunk_inputs(inputs, total, width)
             parts.append(part)
         tokens, positions, pages = (torch.cat(x) for x in zip(*parts, strict=True))
         step = self._kv.step(positions, pages, by_decode, by_chunk, self._batch_invariant)
@@ -321,15 +336,3 @@ def _asks_for_prompt(chunk: Chunk) -> bool:
     sequence = chunk.sequence
     asks = sequence.index == 0 and sequence.params.prompt_logprobs is not None
     return asks and chunk.start < sequence.prompt_length - 1
-
-
-def _to_host(x: Tensor) -> Tensor:
-    """A copy that the host does not wait for; x may be overwritten by the next step."""
-    if x.device.type == "cpu":
-        return x.clone()
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return host.copy_(x, non_blocking=True)
-
-
-def _all_to_host(found: TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(*map(_to_host, found))
