@@ -156,7 +156,7 @@ def test_wrong_commands(words: list[str], message: str, capsys: pytest.CaptureFi
 
 def test_every_benchmark_makes_a_page() -> None:
     names = next(a for a in _parser()._actions if isinstance(a.choices, dict)).choices
-    tools = {"list", "table", "html", "compare", "plot", "scaling", "readme", "suite"}
+    tools = {"list", "table", "html", "compare", "plot", "scaling", "serve", "readme", "suite"}
     assert set(names) - tools == {*BENCHMARKS, "ladder", "resources", "train"}
     for name in set(names) - tools:
         assert "--html PATH" in names[name].format_help()

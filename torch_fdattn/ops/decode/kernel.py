@@ -59,7 +59,7 @@ def _decode_kernel(
     HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr, MASK_ROWS: tl.constexpr, INVARIANT: tl.constexpr, MIN_UNITS: tl.constexpr,
     TWICE: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr, KEYS_FIRST: tl.constexpr, HEADS_FIRST: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr, CAST_FIRST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -110,6 +110,7 @@ def _decode_kernel(
     # PAIRS: two neighbours of one byte each are read as one int16, and strides of k and v count these. Tiles then go
     # through shared memory to where the products want them as those of 16-bit caches do, where bytes would be moved one by
     # one, and come apart there, into dims 0, 2, 4 … and dims 1, 3, 5 …: two products in place of one.
+    # CAST_FIRST: other tiles of bytes are cast as they were loaded, and go through shared memory as 16 bits.
     WIDTH: tl.constexpr = 2 if PAIRS else 1
     dk = tl.arange(0, BLOCK_D // WIDTH).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV // WIDTH).to(tl.int64)
@@ -219,7 +220,10 @@ def _decode_kernel(
             even, odd = both(k, k_ptr.dtype.element_ty, q.dtype, PTX)
             scores = tl.dot(q_odd, odd, tl.dot(q, even))
         else:
-            scores = tl.dot(q, unquantised(k, q.dtype), input_precision=PRECISION)
+            k = unquantised(k, q.dtype)
+            if CAST_FIRST:
+                k = _opaque(k)
+            scores = tl.dot(q, k, input_precision=PRECISION)
         if scale_rows_too:
             scores *= row_factor[:, None]
         if K_SCALES == 1:  # before the mask, not in the softmax's scale: it may be 0
@@ -280,6 +284,8 @@ def _decode_kernel(
             acc_odd = _add_values(acc_odd, alpha, p, odd, largest, V_SCALES == 2, PRECISION)
         else:
             v = unquantised(v, q.dtype)
+            if CAST_FIRST:
+                v = _opaque(v)
             acc = _add_values(acc, alpha, p, v, largest, V_SCALES == 2, PRECISION)
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)

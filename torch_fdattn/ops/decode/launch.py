@@ -127,7 +127,11 @@ class DecodeLaunchPlan:
         keys_first = loads_keys_first(config, dims, q.dtype, load, capability) and not INTERPRET
         pairs = narrow and q.dtype.itemsize == 2 and not odd_addresses
         pairs = pairs and come_in_pairs(k) and come_in_pairs(v)
+        # Products of a warp group read tiles of one swizzle (`tile_dims`), which the two of a pair are not.
+        pairs = pairs and config.block_m < WARP_GROUP_ROWS
         width, ptx = 2 if pairs else 1, pairs and capability >= E4M3_CAPABILITY
+        cast_first = narrow and q.dtype.itemsize == 2 and not pairs
+        cast_first = cast_first and capability >= (7, 0) and not INTERPRET
         split, pdl = splits.per_work_tile > 1, supports_pdl(capability)
         slots = splits.groups * splits.programs if split else 0
         self.lse_offset = slots * config.block_m * block_dv
@@ -173,7 +177,7 @@ class DecodeLaunchPlan:
                 *flags, scores.softcap > 0,
                 _scale_kind(k_scale, paged), _scale_kind(v_scale, paged), mask_rows,
                 batch_invariant, splits.min_units, splits.twice, split, splits.groups > 1, pdl, keys_first,
-                heads_first, pairs, ptx, dot_precision(q.dtype), block_b, config.block_m, config.block_n, block_d, block_dv,
+                heads_first, pairs, ptx, cast_first, dot_precision(q.dtype), block_b, config.block_m, config.block_n, block_d, block_dv,
             ),
             dict(
                 num_warps=config.num_warps, num_stages=config.num_stages, max_ctas_per_sm=splits.max_ctas_per_sm,
