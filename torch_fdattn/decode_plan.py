@@ -103,6 +103,7 @@ class DecodePlan:
             or checks.CHECK_VALUES
             or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held)
             or not self._is_current()
+            or (prepared.reads_pairs and (k_cache.data_ptr() | v_cache.data_ptr()) & 1)
         ):
             return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         if workspace is not None:

@@ -176,7 +176,8 @@ def _check(
     error = largest((torch.stack(found).double() - right[:, :, 0].double()).abs())
     bound = (1e-3 if options.dtype == "fp32" else 5e-2) * max(1.0, largest(right.double().abs()))
     holds = error <= bound < math.inf
-    case = f"e2e bsz{options.bsz} N{options.seq_len} {options.model} x{made.ranks.size} check"
+    kv = f" kv{made.kv_ranks}" if made.kv_ranks > 1 else ""
+    case = f"e2e bsz{options.bsz} N{options.seq_len} {options.model}{kv} x{made.ranks.size} check"
     recorder.add(case, made.ours, "max_abs_err", error)
     if made.ranks.rank == 0:
         verdict = "ok" if holds else "WRONG"

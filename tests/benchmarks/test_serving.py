@@ -11,7 +11,7 @@ from benchmarks.serving import results_of
 RUN = {"requests": 4, "new_tokens": 200, "seconds": 2.0, "tokens_per_s": 100.0}
 TIMES = {"ttft_ms": {"mean": 30.0, "p50": 28.0}, "tpot_ms": {"mean": 5.0}}
 RECORD = {
-    "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "command": "fdattn bench serve", "kv_dtype": "auto", "ranks": 1,
+    "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "command": "fdattn bench serve", "kv_dtype": "auto", "ranks": 1, "tensor_parallel": 1,
     "time": "2026-11-29T07:47:49+00:00", "shape": "Qwen3-0.6B", "dtype": "bfloat16", "limit": {"seconds": 1.0},
     "runs": {
         "torch_fdattn": [RUN | TIMES, RUN | TIMES | {"seconds": 1.6, "tokens_per_s": 125.0}],
@@ -42,6 +42,17 @@ def test_the_command_writes_it(tmp_path, capsys):
     path = tmp_path / "20261129T074749Z_H200x1_serve.json"
     assert capsys.readouterr().out.strip() == str(path)
     assert Results.load(path).meta["gpu"] == "NVIDIA H200"
+
+
+def test_answers_of_one_token_have_no_next_one():
+    runs = {"torch_fdattn": [RUN | TIMES | {"tpot_ms": None}]}
+    assert ("fdattn", "next_token_ms") not in values(RECORD | {"runs": runs})
+
+
+def test_older_records_are_refused():
+    record = {name: value for name, value in RECORD.items() if name != "command"}
+    with pytest.raises(ValueError, match="got one without command"):
+        results_of(record)
 
 
 def test_a_servers_record_is_refused():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.engine.expected import expect_greedy
 from tests.engine.sharded_worker import windowed
+from tests.engine.test_chat import Numbers
 from tests.engine.tiny import PROMPTS, random_model
 from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE, ONE_SIDED
 from torch_fdattn.engine import LLM, SamplingParams
@@ -117,3 +118,23 @@ def test_engines_side_by_side(group, alone, rank_device) -> None:  # noqa: F811
             LLM(model, **options)
         with pytest.raises(ValueError, match=f"sync_group must have the ranks of .* together, 1, got a group of {world}"):  # fmt: skip
             LLM(model, sync_group=group, **options)
+
+
+class Ending(Numbers):
+    """Whose end tokens differ between ranks."""
+
+    @property
+    def eos_ids(self):
+        return frozenset({dist.get_rank()})
+
+
+@pytest.mark.parametrize("case", ["no tokenizer on some", "other end tokens"])
+def test_ends_that_differ_between_ranks_are_refused(group, rank_device, case) -> None:
+    """Sequences would end on some ranks alone."""
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks")
+    tokenizer, name = Ending(), "the tokenizer's end tokens"
+    if case == "no tokenizer on some":
+        tokenizer, name = Numbers() if dist.get_rank() else None, "whether a tokenizer is given"
+    with pytest.raises(ValueError, match=f"{name} must be the same on all ranks"):
+        LLM(random_model(rank_device), tokenizer, kv_group=group, pages=8, max_model_len=48)

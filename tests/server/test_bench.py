@@ -191,6 +191,11 @@ def test_a_record_is_written(tmp_path) -> None:
     assert {"version", "torch", "triton", "command", "device", "time", "runs"} == set(record)
 
 
+def test_a_record_of_a_cpu_says_so(tmp_path) -> None:
+    write_record(tmp_path / "figures.json", {"runs": {}}, torch.device("cpu"))
+    assert json.loads((tmp_path / "figures.json").read_text())["device"] == "cpu"
+
+
 def test_a_checkpoint_is_transformers_model(tmp_path) -> None:
     """The folder that peers read gives our model's logits."""
     transformers = pytest.importorskip("transformers", reason="transformers is the reference here")

@@ -116,7 +116,7 @@ def run_here(
             record["runs"][peer] = runs
             tell(figure_lines(peer, _best(runs), limit.seconds))
     if world.rank == 0:
-        _write(out, record)
+        _write(out, record, world.device)
     return 0
 
 
@@ -154,10 +154,10 @@ def _print(lines: list[str]) -> None:
     stdout.write("\n".join(lines) + "\n")
 
 
-def _write(out: Path | None, record: dict[str, Any]) -> None:
+def _write(out: Path | None, record: dict[str, Any], device: torch.device | None = None) -> None:
     if out is None:
         return
     try:
-        write_record(out, record)
+        write_record(out, record, device)
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -90,8 +91,9 @@ class Followers:
         except RankLost:
             return  # its watch has told it
         if error is None:
+            end = time.monotonic() + _END_SECONDS
             for watch in self._watches:
-                watch.join(_END_SECONDS)
+                watch.join(max(0.0, end - time.monotonic()))
 
     def cause_of(self, error: Exception) -> Exception:
         """Of a step's error: the loss of a rank, without which a collective fails, or itself."""
@@ -162,7 +164,8 @@ class Follower:
                 while (message := self._received.get()) is not None and self._lost is None:
                     self._obey(message)
         except BaseException as error:
-            if not self._is_lost.wait(_NOTICE_SECONDS):
+            # Longer than rank 0 waits for this: an error of all ranks is no loss of one.
+            if not self._is_lost.wait(2 * _NOTICE_SECONDS):
                 self._say(Message(Kind.FAILED, repr(error)))
                 raise
             raise self._lost from error
@@ -207,10 +210,10 @@ class Follower:
                 self._lost = RankLost(f"rank 0 of the engine has failed: {message.content}")
             else:
                 self._received.put(message)
+        self._received.put(None)
         if self._lost is not None:
             self._is_lost.set()
             self._on_lost()
-        self._received.put(None)
 
 
 def _params(values: dict) -> SamplingParams:

@@ -49,8 +49,8 @@ class LLM:
             prompts then attend over dequantised copies of their pages.
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
         cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
-        prompt_graph_tokens: steps of up to eight prompts alone are captured, too, up to so many tokens: short prompts do not
-            wait for the host. Each size takes a second to capture. Not with kv_dtype, kv_group or batch_invariant.
+        prompt_graph_tokens: steps of up to eight prompts alone are captured, too, up to so many tokens in all (at most
+            max_model_len and max_batch_tokens): short prompts do not wait for the host. Not with kv_dtype, kv_group or batch_invariant.
         kv_group: the process group that shares the cache by position: each rank has `pages` pages, of every sequence
             page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`, `hierarchy`: of `dist.decode`.
         tp_group: the process group that the model is parallelised over. All ranks of both groups make the same calls; the
@@ -105,6 +105,7 @@ class LLM:
         self._runner, sizes = make_runner(
             model, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, max_model_len=max_model_len,
             pages=pages, page_size=page_size, kv_dtype=kv_dtype, enable_prefix_caching=enable_prefix_caching,
+            eos_ids=None if tokenizer is None else tokenizer.eos_ids,
             cuda_graph=cuda_graph, prompt_graph_tokens=prompt_graph_tokens, kv_group=kv_group, strategy=strategy, hierarchy=hierarchy, tp_group=tp_group, sync_group=sync_group,
             batch_invariant=batch_invariant, rank_invariant=rank_invariant, speculation=speculation,
             run_ahead=run_ahead, fused=fused,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -43,8 +44,9 @@ def make_runner(
     enable_prefix_caching: bool, cuda_graph: bool | None, prompt_graph_tokens: int, kv_group: Group, strategy: str,
     hierarchy: tuple[Group, Group] | None, tp_group: Group, sync_group: Group, batch_invariant: bool,
     rank_invariant: bool, speculation: NgramSpeculation | None, run_ahead: bool, fused: bool,
+    eos_ids: Collection[int] | None,
 ) -> tuple[ModelRunner, Sizes]:  # fmt: skip
-    """The runner of `LLM`'s arguments of these names, with its pages and rows allocated."""
+    """The runner of `LLM`'s arguments of these names, with its pages and rows allocated. eos_ids: None without a tokenizer."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
         raise TypeError(
             f"model must be a Transformer or its inference form, got {type(model).__name__}: see models.load_model"
@@ -85,6 +87,8 @@ def make_runner(
             "rank_invariant": rank_invariant, "fused": fused, "speculation": speculation, "run_ahead": run_ahead,
             "whether kv_group is given": groups.kv is not None,
             "whether tp_group is given": groups.tp is not None,
+            "whether a tokenizer is given": eos_ids is not None,
+            "the tokenizer's end tokens": tuple(sorted(eos_ids or ())),
             "the model's configuration": config, "the model's dtype": weight.dtype,
         },
     )  # fmt: skip
@@ -108,7 +112,7 @@ def make_runner(
     rows = SequenceRows(max_num_seqs, longest, kv.page_size, weight.device)
     runner = ModelRunner(
         model, kv, rows, max_num_seqs, cuda_graph=graphs, group=groups.everybody,
-        batch_invariant=batch_invariant, prompt_graph_tokens=prompt_graph_tokens, speculation=speculation,
+        batch_invariant=batch_invariant, prompt_graph_tokens=min(prompt_graph_tokens, max_batch_tokens), speculation=speculation,
     )  # fmt: skip
     return runner, Sizes(longest, pages, kv.page_size)
 

@@ -24,6 +24,20 @@ def same(found, expected) -> None:
         assert x.stride() == y.stride()
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_cache_at_an_odd_address_runs_as_the_op(kernel_device, kv_dtype, monkeypatch) -> None:
+    """What is planned may read two elements at a time."""
+    q = torch.randn(2, 4, 1, 64, device=kernel_device, dtype=torch.float16)
+    room = torch.randint(0, 100, (2 * 2 * 40 * 64 + 1,), dtype=torch.uint8, device=kernel_device)
+    even, odd = (room[at:][: 2 * 2 * 40 * 64].view(kv_dtype).view(2, 2, 40, 64) for at in (0, 1))
+    plan = plan_decode(q, even, even)
+    same(plan(q, even, even), decode(q, even, even))
+    assert plan._prepared.reads_pairs
+    monkeypatch.setattr(plan._prepared, "run", None)
+    same(plan(q, odd, odd), decode(q, odd, odd))
+
+
 OPTIONS = {
     "plain": dict,
     "window": lambda device: dict(window=(40, 0), softcap=3.0, scale=0.2),

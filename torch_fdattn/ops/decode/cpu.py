@@ -28,6 +28,7 @@ class DecodeOnCpu:
     """A decode of CPU tensors that has passed its checks, called as `PreparedDecode` is."""
 
     floats = 0  #: of a workspace
+    reads_pairs = False
 
     def __init__(self, call: DecodeCall) -> None:
         options = call.options

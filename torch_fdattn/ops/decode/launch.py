@@ -129,6 +129,7 @@ class DecodeLaunchPlan:
         pairs = pairs and come_in_pairs(k) and come_in_pairs(v)
         # Products of a warp group read tiles of one swizzle (`tile_dims`), which the two of a pair are not.
         pairs = pairs and config.block_m < WARP_GROUP_ROWS
+        self.reads_pairs = pairs
         width, ptx = 2 if pairs else 1, pairs and capability >= E4M3_CAPABILITY
         cast_first = narrow and q.dtype.itemsize == 2 and not pairs
         cast_first = cast_first and capability >= (7, 0) and not INTERPRET

@@ -83,6 +83,8 @@ class PreparedDecode:
             self.out = None
         self.lse_shape = tuple(lse.shape)
         self.floats, self._strided_lengths = plan.floats, plan.strided_lengths
+        #: Whether caches of other addresses than the first ones must be even.
+        self.reads_pairs = plan.reads_pairs
         self._calls = PreparedCall(), PreparedCall()  # without the merge, and with it
 
     def run(

@@ -38,15 +38,22 @@ def percent_of_limit(figures: dict[str, Any], limit_seconds: float) -> float:
     return 100 * limit_seconds / figures["seconds"]
 
 
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """The figures with what they were measured on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+def write_record(path: Path, record: dict[str, Any], device: torch.device | None = None) -> None:
+    """The figures with what they were measured on; device: of an engine in this process."""
+    if device is not None and device.type != "cuda":
+        name = device.type
+    else:
+        name = (
+            torch.cuda.get_device_name(device)
+            if torch.cuda.is_available()
+            else platform.processor()
+        )
     head = {
         "version": __version__,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "command": shlex.join(["fdattn", *sys.argv[1:]]),
-        "device": device or platform.machine(),
+        "device": name or platform.machine(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
