@@ -80,7 +80,7 @@ class Chat:
         if params.seed is not None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         texts = []
-        # Closed here: CPython 3.12 ends a closed generator without closing the one that it iterates over.
+        # Closed here, not when the interpreter drops it, which under Python 3.12.3 came too late once.
         with closing(stream_text(self._llm, prompt, params, should_stop=should_stop)) as parts:
             for part in parts:
                 texts.append(part)
