@@ -2,9 +2,9 @@
 
 A pass of n sequences runs in the graph of the smallest bucket that holds it, filled up with the padding row, which has
 no pages: what it would store is dropped, and it sees no key. Token ids, page tables and slots are looked up inside the
-graph, from `SequenceRows`; the host gives rows, positions and counts alone. Draws that need nothing but a temperature are a
-second graph; others are made outside, since what they do depends on what the batch asks for. With speculation there are two of these: of one token a sequence, and of as many as it takes
-for all proposals that a sequence can have.
+graph, from `SequenceRows`; the host gives rows, positions and counts alone. Draws that need nothing but a temperature
+are a second graph; others are made outside, since what they do depends on what the batch asks for. With speculation there
+are two of these: of one token a sequence, and of as many as it takes for all proposals that a sequence can have.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ def decode_eagerly(
             # torch's own tf32 setting decides how float32 is multiplied.
             dot_precision(q.dtype) if q.dtype == torch.float32 else None,
             None if written is None else tuple(map(_metadata, written)), global_lens,
+            # `odd_addresses`, written out: a repeated call runs through no more files than these.
             k.dtype.itemsize == 1 and (k.data_ptr() | v.data_ptr()) & 1,
         )  # fmt: skip
         known = prepared.checked(key)
