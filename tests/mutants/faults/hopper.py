@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
-from tests.mutants.faults.runs import HOPPER_BACKWARD, HOPPER_ON_GPU, HOPPER_ORDER
+from tests.mutants.faults.runs import (
+    HOPPER_BACKWARD,
+    HOPPER_ON_GPU,
+    HOPPER_ORDER,
+    HOPPER_PACKED_ON_GPU,
+)
 
 _BACKWARD = "torch_fdattn/ops/attention/hopper/backward"
 FAULTS = (
@@ -66,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "rows of the next packed sequence left as they are", f"{_BACKWARD}/kernel.py",
-        "if inside < QUERIES:", "if inside < 0:", HOPPER_ON_GPU,
+        "if inside < QUERIES:", "if inside < 0:", HOPPER_PACKED_ON_GPU,
     ),
     Fault(
         "slopes' gradients by KV heads", f"{_BACKWARD}/kernel.py",

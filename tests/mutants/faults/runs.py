@@ -37,6 +37,12 @@ HOPPER_ON_GPU = Tests(
     ),
     needs_sm_90=True,
 )
+HOPPER_PACKED_ON_GPU = Tests(
+    "Hopper's backward of packed sequences on a GPU",
+    (f"{_OPS}/varlen_attention/test_varlen_hopper_backward.py",),
+    keyword="test_nan_stays_in_its_sequence or test_tokens_of_no_sequence",
+    needs_sm_90=True,
+)
 DECODE = Tests("decode kernel", (f"{_OPS}/decode",), interpret=True)
 DECODE_ON_HOPPER = Tests(
     "caches of one byte", (f"{_OPS}/decode/test_one_byte.py",), needs_sm_90=True
