@@ -13,7 +13,7 @@ from tests.mutants.faults.runs import (
 _BACKWARD = "torch_fdattn/ops/attention/hopper/backward"
 FAULTS = (
     Fault(
-        "a ring of barriers that no warp uses", f"{_BACKWARD}/wide_slots.py",
+        "a ring of barriers that no warp uses", f"{_BACKWARD}/one_gradient_slots.py",
         "has_other_rows = has_rows", "has_other_rows = ring(1, GROUPS)", HOPPER_BACKWARD,
     ),
     Fault(
@@ -58,7 +58,7 @@ FAULTS = (
         "(dk[sub] * changes.scale,)", "(dk[sub],)", HOPPER_ON_GPU,
     ),
     Fault(
-        "dQ of wide heads without the scale", f"{_BACKWARD}/wide.py",
+        "dQ of wide heads without the scale", f"{_BACKWARD}/one_gradient.py",
         'if GRADIENT != "dv":\n            acc *=', 'if GRADIENT == "dk":\n            acc *=', HOPPER_ON_GPU,
     ),
     Fault(

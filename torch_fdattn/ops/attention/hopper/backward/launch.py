@@ -14,10 +14,13 @@ from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.backward import copy_sink_gradient, copy_slope_gradient
 from torch_fdattn.ops.attention.backward_rows import PADDING
 from torch_fdattn.ops.attention.hopper.backward.kernel import WARPS, attention_backward_kernel
+from torch_fdattn.ops.attention.hopper.backward.one_gradient_launch import (
+    WIDE_HEAD_DIM,
+    wide_launches,
+)
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
-from torch_fdattn.ops.attention.hopper.backward.wide_launch import WIDE_HEAD_DIM, wide_launches
 from torch_fdattn.ops.attention.hopper.launch import (
     described,
     section,

@@ -29,11 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torch_fdattn.ops.attention.hopper.backward.one_gradient_slots import gradient_slots_of, load
 from torch_fdattn.ops.attention.hopper.backward.scores import hide, product
 from torch_fdattn.ops.attention.hopper.backward.slots import ONE_OF_GROUP, SLOTS, next_tile
 from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, padded_row
-from torch_fdattn.ops.attention.hopper.backward.wide_slots import load, wide_slots_of
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
@@ -57,7 +57,7 @@ def attention_gradient_kernel(
     call = Call(kv_lens, q_start, kv_start, None, None, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, BLOCK, KEYS)  # fmt: skip
     changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
-    slots = wide_slots_of(row_blocks, lse2_blocks, GRADIENT)
+    slots = gradient_slots_of(row_blocks, lse2_blocks, GRADIENT)
     fence_async_shared()
     gl.warp_specialize([
         (_multiply, (slots, lse2, delta, out_blocks, out, call, changes, GRADIENT, RAGGED, 0)),

@@ -1,4 +1,4 @@
-"""What a warp loads and two warp groups read in the backward of head dims above 128 (`wide.py`)."""
+"""What a warp loads and two warp groups read in the backward of head dims above 128 (`one_gradient.py`)."""
 # Without `from __future__ import annotations`: aggregates ask for the types of their fields.
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @aggregate
-class WideSlots:
+class GradientSlots:
     """Rows lie in blocks of 64, one of each warp group; a slot has 64 columns, with lse2 and delta where they are queries."""
 
     tiles: gl.shared_memory_descriptor
@@ -63,7 +63,7 @@ class WideSlots:
 
 
 @gluon.jit
-def wide_slots_of(blocks, rows_of_terms, GRADIENT: gl.constexpr):
+def gradient_slots_of(blocks, rows_of_terms, GRADIENT: gl.constexpr):
     # What dP needs of rows takes the room of a second slot of what it needs of columns.
     OTHER_SLOTS: gl.constexpr = SLOTS if GRADIENT == "dv" else 1
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -75,7 +75,7 @@ def wide_slots_of(blocks, rows_of_terms, GRADIENT: gl.constexpr):
     if GRADIENT != "dv":
         other_rows = blocks_of(blocks, GROUPS)
         has_other_rows = ring(1, GROUPS)
-    return WideSlots(
+    return GradientSlots(
         tiles, rows, other_rows, blocks_of(blocks, SLOTS), blocks_of(blocks, OTHER_SLOTS),
         blocks_of(rows_of_terms, SLOTS), blocks_of(rows_of_terms, SLOTS),
         ring(SLOTS, GROUPS), has_rows, has_other_rows, ring(SLOTS, GROUPS), ring(OTHER_SLOTS, GROUPS),

@@ -1,4 +1,4 @@
-"""The launches of Hopper's backward for head dims above 128: one for each gradient (`wide.py`)."""
+"""The launches of Hopper's backward for head dims above 128: one for each gradient (`one_gradient.py`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
+from torch_fdattn.ops.attention.hopper.backward.one_gradient import attention_gradient_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
-from torch_fdattn.ops.attention.hopper.backward.wide import attention_gradient_kernel
 from torch_fdattn.ops.attention.hopper.launch import described, section, strides_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
