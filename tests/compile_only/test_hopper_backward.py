@@ -24,7 +24,6 @@ from torch_fdattn.ops.attention.hopper.backward.launch import (
     subs_of,
     takes,
     zero_sums,
-    zero_turns,
 )
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, by_heads
@@ -34,8 +33,7 @@ from torch_fdattn.ops.scores import NO_SCORES, Scores
 QUICK = (128, "causal")
 #: Bytes a thread that may spill, and how many numbers of these a step reads or writes.
 SPILLS = {64: (72, 7), 128: (32, 0)}
-#: Of triton 3.6, a window in the ordered form at head dim 64.
-OLD, SPILLS_OF_OLD = triton.__version__.startswith("3.6"), (176, 33)
+OLD = triton.__version__.startswith("3.6")
 
 
 def compiled_launches(
@@ -51,11 +49,10 @@ def compiled_launches(
     rows = (meta(2, 8, -(-queries // 128) * 128),) * 2
     state, scratch = (
         (q, None, q, k, v, q, meta(2, 8, queries)),
-        (rows, zero_sums(q, rows[0].shape[2])),
+        (rows, None if ordered else zero_sums(q, rows[0].shape[2])),
     )
-    turns = zero_turns(q, rows[0].shape[2]) if ordered else None
     made = hopper_backward_launches(
-        *state, options, q, k, v, *scratch, meta(1, **INT), turns, score_grads=score_grads
+        *state, options, q, k, v, *scratch, meta(1, **INT), score_grads=score_grads
     )
     return [compile_launch(Launch(x.kernel, x.arguments, x.options), ARCHS["sm_90"]) for x in made]
 
@@ -68,18 +65,28 @@ def compiled_launches(
         for mask in MASKS
     ],
 )
-@pytest.mark.parametrize("ordered", [False, True])
-def test_compiles(head_dim, mask, ordered):
-    terms, sweep, sums = compiled_launches(head_dim, mask, ordered=ordered)
+def test_compiles(head_dim, mask):
+    terms, sweep, sums = compiled_launches(head_dim, mask)
     assert nvidia_usage(terms)[1] == nvidia_usage(sums)[1] == 0
-    is_old = OLD and ordered and (head_dim, mask) == (64, "window")
-    check_sweep(sweep, head_dim, *(SPILLS_OF_OLD if is_old else SPILLS[head_dim]))
-    # The turn, a fence, the additions of both warp groups, the wait for their arrival, and the next turn.
-    turn = r"LDG\.E\.STRONG\.GPU.*FENCE\.VIEW\.ASYNC\.G.*UTMAREDG.*UTMAREDG.*DEPBAR\.LE SB0, 0x0.*FENCE\.VIEW\.ASYNC\.G.*MEMBAR\.ALL\.GPU.*REDG\.E\.ADD"
-    sass = disassembled(sweep.asm["cubin"])
-    assert bool(re.search(turn, sass, re.DOTALL)) == ordered
-    assert sass.count("UTMAREDG") == 2
-    assert ("LDG.E.STRONG.GPU" in sass) == ordered
+    check_sweep(sweep, head_dim, *SPILLS[head_dim])
+    assert disassembled(sweep.asm["cubin"]).count("UTMAREDG") == 2
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask"),
+    [
+        pytest.param(head_dim, mask, marks=() if (head_dim, mask) == QUICK else pytest.mark.slow)
+        for head_dim in HEAD_DIMS
+        for mask in MASKS
+    ],
+)
+def test_compiles_in_order(head_dim, mask):
+    """Nothing adds to memory that others add to."""
+    terms, sweep, gradient = compiled_launches(head_dim, mask, ordered=True)
+    assert nvidia_usage(terms)[1] == 0
+    check_sweep_without_dq(sweep, head_dim, *SPILLS[head_dim])
+    check_gradient(gradient, 0, 0, head_dim)
+    assert not any("UTMAREDG" in disassembled(x.asm["cubin"]) for x in (sweep, gradient))
 
 
 @pytest.mark.slow
@@ -105,6 +112,11 @@ def test_compiles_with_changed_scores(feature, mask, head_dim):
     _, sweep, _ = compiled_launches(head_dim, mask, scores)
     # triton 3.6's most at head dim 128, where 3.7 has 40 bytes and 2 reloads.
     check_sweep(sweep, head_dim, *{64: (128, 33), 128: (88, 11) if OLD else (40, 2)}[head_dim])
+    _, sweep, gradient = compiled_launches(head_dim, mask, scores, ordered=True)
+    # A softcap's, under 3.7; with slopes products at head dim 64 wait for those before.
+    waits = "00000" if feature == "ALiBi" and head_dim == 64 else None
+    check_sweep_without_dq(sweep, head_dim, *{64: (112, 49), 128: (80, 22)}[head_dim], waits)
+    check_gradient(gradient, 32, 2, head_dim)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +130,10 @@ def test_compiles_with_changed_scores(feature, mask, head_dim):
 def test_compiles_with_the_gradient_of_slopes(head_dim, mask):
     slopes = Scores(alibi_slopes=meta(2, 8))
     _, sweep, _ = compiled_launches(head_dim, mask, slopes, score_grads=slopes)
-    check_sweep(sweep, head_dim, *{64: (192, 52), 128: (56, 3)}[head_dim])
+    check_sweep(sweep, head_dim, *{64: (200, 52), 128: (56, 3)}[head_dim])
+    _, sweep, _ = compiled_launches(head_dim, mask, slopes, ordered=True, score_grads=slopes)
+    waits = "00000" if head_dim == 64 else None
+    check_sweep_without_dq(sweep, head_dim, *{64: (168, 23), 128: (56, 1)}[head_dim], waits)
 
 
 @pytest.mark.parametrize(
@@ -143,34 +158,38 @@ def test_compiles_wide_heads_with_changed_scores(feature, mask):
         check_gradient(made, 216, 46)
 
 
-def check_gradient(made, most: int, reloads: int) -> None:
+def check_gradient(made, most: int, reloads: int, head_dim: int = 256) -> None:
     """As `check_sweep`; of each warp group the first scores, dP but for dV, the gradient, and the next scores."""
     assert nvidia_usage(made)[1] <= most
     assert made.metadata.shared <= ARCHS["sm_90"].shared_size
     sass = disassembled(made.asm["cubin"])
     assert not early_writes(sass)
+    # Of 64 columns, or at head dim 64 of 128: products of rows and columns sum over the head dim, the gradient's over columns.
+    scores, added = head_dim // 16, 8 if head_dim == 64 else 4
     products = sass.count("HGMMA")
-    assert products in (2 * (2 * 16 + 4), 2 * (3 * 16 + 4))
-    assert sass.count("WARPGROUP.DEPBAR") == (6 if products < 100 else 8)
-    check_steps(sass, products // 2 - 16, "10" if products < 100 else "010", reloads)
+    assert products in (2 * (2 * scores + added), 2 * (3 * scores + added))
+    is_dv = products == 2 * (2 * scores + added)
+    assert sass.count("WARPGROUP.DEPBAR") == (6 if is_dv else 8)
+    check_steps(sass, products // 2 - scores, "10" if is_dv else "010", reloads)
 
 
-def packed_sweep(head_dim: int, mask: Mask, scores: Scores = NO_SCORES, ordered: bool = False):
+def packed_launches(head_dim: int, mask: Mask, scores: Scores = NO_SCORES, ordered: bool = False):
+    """The sweep, and what makes dQ of its sums, or dQ."""
     q, k = (by_heads(meta(5000, h, head_dim, dtype=torch.bfloat16)) for h in (8, 2))
     packed = Packed(meta(5, **INT), meta(5, **INT))
     options = AttentionOptions(mask, 1.0, scores)
     assert takes(q, k, k, options, packed)
     rows = empty_rows(q, packed)
     padded_len = rows[0].shape[2]
-    turns = zero_turns(q, padded_len) if ordered else None
-    scratch = rows, zero_sums(q, padded_len), meta(1, **INT), turns
+    scratch = rows, None if ordered else zero_sums(q, padded_len), meta(1, **INT)
     state = q, None, q, k, k, q, meta(8, 5000)
-    terms, sweep, sums = (
+    terms, sweep, last = (
         compile_launch(Launch(x.kernel, x.arguments, {**x.options, **x.also}), ARCHS["sm_90"])
         for x in hopper_backward_launches(*state, options, q, k, k, *scratch, packed)
     )
-    assert nvidia_usage(terms)[1] == nvidia_usage(sums)[1] == 0
-    return sweep
+    assert nvidia_usage(terms)[1] == 0
+    assert ordered or nvidia_usage(last)[1] == 0
+    return sweep, last
 
 
 @pytest.mark.parametrize(
@@ -185,16 +204,24 @@ def packed_sweep(head_dim: int, mask: Mask, scores: Scores = NO_SCORES, ordered:
 )  # fmt: skip
 def test_compiles_for_packed_sequences(mask, head_dim):
     """What spills are numbers of tiles, and at head dim 64 addresses of rows that become zeros."""
-    check_sweep(packed_sweep(head_dim, mask), head_dim, *{64: (320, 39), 128: (96, 0)}[head_dim])
+    sweep, _ = packed_launches(head_dim, mask)
+    check_sweep(sweep, head_dim, *{64: (320, 39), 128: (96, 0)}[head_dim])
+    sweep, gradient = packed_launches(head_dim, mask, ordered=True)
+    check_sweep_without_dq(sweep, head_dim, *{64: (184, 15), 128: (96, 0)}[head_dim])
+    check_gradient(gradient, 0, 0, head_dim)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_compiles_for_packed_sequences_with_everything(head_dim, ordered):
+def test_compiles_for_packed_sequences_with_everything(head_dim):
     mask = Mask(*(meta(4, **INT) for _ in range(3)), window_left=512, window_right=0)
-    sweep = packed_sweep(head_dim, mask, Scores(30.0, meta(4, 8)), ordered)
+    given = head_dim, mask, Scores(30.0, meta(4, 8))
+    sweep, _ = packed_launches(*given)
     check_sweep(sweep, head_dim, *{64: (432, 235), 128: (224, 51)}[head_dim])
+    sweep, gradient = packed_launches(*given, ordered=True)
+    waits = "00000" if head_dim == 64 else None
+    check_sweep_without_dq(sweep, head_dim, *{64: (360, 227), 128: (208, 82)}[head_dim], waits)
+    check_gradient(gradient, *{64: (184, 96), 128: (0, 0)}[head_dim], head_dim)
 
 
 def check_sweep(sweep, head_dim: int, most: int, reloads: int) -> None:
@@ -211,6 +238,18 @@ def check_sweep(sweep, head_dim: int, most: int, reloads: int) -> None:
     subs = subs_of(head_dim)
     products = subs * (2 * head_dim // 16 + 2 * 4) + 2 * subs * 4
     check_steps(sass, products, "0210" if subs == 1 else "000410", reloads)
+
+
+def check_sweep_without_dq(
+    sweep, head_dim: int, most: int, reloads: int, waits: str | None = None
+) -> None:
+    """As `check_sweep`. A step waits for dP, for dV and dK beside the next scores, and for these."""
+    assert nvidia_usage(sweep)[1] <= most
+    sass = disassembled(sweep.asm["cubin"])
+    assert not early_writes(sass)
+    subs = subs_of(head_dim)
+    expected = waits or ("010" if subs == 1 else "00010")
+    check_steps(sass, subs * (2 * head_dim // 16 + 2 * 4), expected, reloads)
 
 
 def test_loops_are_found():

@@ -9,6 +9,7 @@ import torch
 import torch_fdattn
 from tests.golden.calls.common import Call, far, fp32, lengths, new, tf32, trained
 from tests.golden.device import A100, B200, H200, MI300
+from torch_fdattn.ops.determinism import ordered
 
 B, H, KV, S, D = 2, 8, 2, 1024, 128
 _FP16, _FP32 = torch.float16, torch.float32
@@ -57,6 +58,8 @@ def masks() -> Iterator[Call]:
     yield training("full", qkv())
     yield training("full/ragged", qkv(1000))
     yield training("causal", qkv() | dict(causal=True))
+    yield training("causal/ordered", qkv() | dict(causal=True), setting=ordered)
+    yield training("causal/ordered/d64", qkv(d=64) | dict(causal=True), setting=ordered)
     yield training("window", qkv() | dict(window=(511, 0)))
     yield training("window/both", qkv() | dict(window=(100, 200)))
     yield training("window/wide", qkv(4096) | dict(window=(3000, 0)))

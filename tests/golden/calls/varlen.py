@@ -9,6 +9,7 @@ import torch
 import torch_fdattn
 from tests.golden.calls.common import Call, fp32, lengths, new, trained
 from tests.golden.device import A100
+from torch_fdattn.ops.determinism import ordered
 
 B, H, KV, T, D = 8, 8, 2, 2048, 128
 
@@ -43,6 +44,7 @@ def calls() -> Iterator[Call]:
     causal = dict(causal=True)
     yield training("full", packed())
     yield training("causal", packed() | causal)
+    yield training("causal/ordered", packed() | causal, setting=ordered)
     yield training("causal/a100", packed() | causal, device=A100)
     yield training("window", packed() | dict(window=(511, 0)))
     yield training("keys", packed(keys=2 * T) | dict(cu_seqlens_k=begins(2 * T)))

@@ -6,8 +6,8 @@ from tests.mutants.faults.fault import Fault
 from tests.mutants.faults.runs import (
     HOPPER_BACKWARD,
     HOPPER_ON_GPU,
-    HOPPER_ORDER,
     HOPPER_PACKED_ON_GPU,
+    HOPPER_TILES,
 )
 
 _BACKWARD = "torch_fdattn/ops/attention/hopper/backward"
@@ -21,29 +21,12 @@ FAULTS = (
         "warpgroup_mma_wait(GROUPS * SUBS, deps=", "warpgroup_mma_wait(0, deps=", HOPPER_BACKWARD,
     ),
     Fault(
-        "turns read without a fence before the sums", f"{_BACKWARD}/storing.py",
-        '"fence.proxy.async.global; mov.b32 $0, $1;"', '"mov.b32 $0, $1;"', HOPPER_BACKWARD,
-    ),
-    Fault(
-        "tiles of the ordered form from the first keys on", f"{_BACKWARD}/tiles.py",
-        "block = blocks - 1 - block", "block = block + 0 * blocks", HOPPER_ORDER,
-    ),
-    Fault(
-        "a turn for a tile that adds zeros", f"{_BACKWARD}/tiles.py",
-        "gl.where(distance < 0, -1,", "gl.where(distance < 0, 0,", HOPPER_ORDER,
-    ),
-    Fault(
-        "turns that nobody waits for", f"{_BACKWARD}/storing.py",
-        'gl.atomic_add(turn, 0, sem="acquire") < rank', 'gl.atomic_add(turn, 0, sem="acquire") < -1', HOPPER_ON_GPU,
-    ),
-    Fault(
         "scores of the same queries once more", f"{_BACKWARD}/kernel.py",
-        "product(slots.k, GROUP * SUBS + unknown, slots.q, previous.slot)",
-        "product(slots.k, GROUP * SUBS + unknown, slots.q, place.slot)", HOPPER_ON_GPU,
+        "slots.q, following.slot)\n        dq = ", "slots.q, place.slot)\n        dq = ", HOPPER_ON_GPU,
     ),
     Fault(
         "dQ of a step whose dS is not there", f"{_BACKWARD}/kernel.py",
-        "dq = _dq(slots, previous.slot, unknown, GROUP)", "dq = _dq(slots, place.slot, unknown, GROUP)", HOPPER_ON_GPU,
+        "dq = _dq(slots, following.slot, unknown, GROUP)", "dq = _dq(slots, place.slot, unknown, GROUP)", HOPPER_ON_GPU,
     ),
     Fault(
         "sums of dQ read a phase early", f"{_BACKWARD}/slots.py",
@@ -72,6 +55,27 @@ FAULTS = (
     Fault(
         "rows of the next packed sequence left as they are", f"{_BACKWARD}/kernel.py",
         "if inside < QUERIES:", "if inside < 0:", HOPPER_PACKED_ON_GPU,
+    ),
+    Fault(
+        "a tile's first queries that it leaves out", f"{_BACKWARD}/tiles.py",
+        "begin = gl.minimum(low, last) // QUERIES", "begin = gl.minimum(low + QUERIES - 1, last) // QUERIES", HOPPER_TILES,
+    ),
+    Fault(
+        "dQ in order of the first sequence's terms", f"{_BACKWARD}/one_gradient.py",
+        "head += tile.sequence * call.heads", "head += 0 * call.heads", HOPPER_ON_GPU,
+    ),
+    Fault(
+        "dQ in order over rows of the next packed sequence", f"{_BACKWARD}/one_gradient.py",
+        "first + ROWS > there)", "first + ROWS < 0 * there)", HOPPER_PACKED_ON_GPU,
+    ),
+    Fault(
+        "dQ in order of keys of the next packed sequence", f"{_BACKWARD}/one_gradient.py",
+        "if call.kv_lens is not None or tile.keys is not None:\n        inside", "if call.kv_lens is not None:\n        inside",
+        HOPPER_PACKED_ON_GPU,
+    ),
+    Fault(
+        "dQ in order of tokens of no sequence", f"{_BACKWARD}/one_gradient.py",
+        "if tile.kv_len == 0:", "if tile.kv_len < 0:", HOPPER_PACKED_ON_GPU,
     ),
     Fault(
         "slopes' gradients by KV heads", f"{_BACKWARD}/kernel.py",

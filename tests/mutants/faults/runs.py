@@ -21,8 +21,8 @@ PREPARED = Tests(
 HOPPER_BACKWARD = Tests(
     "Hopper's backward, compiled", ("tests/compile_only/test_hopper_backward.py",)
 )
-HOPPER_ORDER = Tests(
-    "order of tiles in Hopper's backward", (f"{_OPS}/attention/test_hopper_backward_order.py",)
+HOPPER_TILES = Tests(
+    "tiles of Hopper's backward", (f"{_OPS}/attention/test_hopper_backward_tiles.py",)
 )
 HOPPER_ON_GPU = Tests(
     "Hopper's backward on a GPU",

@@ -33,17 +33,15 @@ def gradients(dout, dlse, q, k, v, out, lse, mask=ALL, scores=NO_SCORES, dtype=N
         hopper_backward_launches,
         takes,
         zero_sums,
-        zero_turns,
     )
 
     options = AttentionOptions(mask, q.shape[3] ** -0.5, scores, dtype=dtype)
     assert takes(q, k, v, options)
     grads = [torch.full_like(x, torch.nan, dtype=dtype) for x in (q, k, v)]
     rows = empty_rows(q)
-    sums = zero_sums(q, rows[0].shape[2])
+    sums = None if ordered else zero_sums(q, rows[0].shape[2])
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    turns = zero_turns(q, rows[0].shape[2]) if ordered else None
-    run(hopper_backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, rows, sums, counter, turns))  # fmt: skip
+    run(hopper_backward_launches(dout, dlse, q, k, v, out, lse, options, *grads, rows, sums, counter))  # fmt: skip
     assert counter.item() == 0
     return grads
 
@@ -96,7 +94,8 @@ def test_against_the_oracle(ordered, queries, keys, head_dim, causal, dtype):
 
 @pytest.mark.parametrize("head_dim", [40, 96, 160, 192])
 @pytest.mark.parametrize("causal", [False, True])
-def test_other_head_dims(causal, head_dim):
+@ORDERED
+def test_other_head_dims(ordered, causal, head_dim):
     """Between NaN, which zeros that fill up must not be."""
     q, k, v = (
         torch.full((2, h, 300, head_dim + 8), torch.nan, device="cuda").bfloat16()[..., :head_dim]
@@ -104,13 +103,14 @@ def test_other_head_dims(causal, head_dim):
     )
     for x in (q, k, v):
         x.normal_()
-    check(q, k, v, Mask(window_right=0 if causal else -1))
+    check(q, k, v, Mask(window_right=0 if causal else -1), ordered=ordered)
 
 
 @HEAD_DIMS
 @pytest.mark.parametrize("mask", ["full", "causal", "lengths"])
 @pytest.mark.parametrize("feature", ["softcap", "ALiBi", "slopes of sequences", "sinks", "all"])
-def test_changed_scores(feature, mask, head_dim):
+@ORDERED
+def test_changed_scores(ordered, feature, mask, head_dim):
     """Of q, k and v; those of slopes and sinks are `test_hopper_backward_parameters.py`'s."""
     q, k, v = (normal(2, h, n, head_dim) for h, n in ((4, 300), (2, 700), (2, 700)))
     options, lens = {}, [1, 517] if mask == "lengths" else None
@@ -127,7 +127,7 @@ def test_changed_scores(feature, mask, head_dim):
     out, lse = torch_fdattn.attention(q, k, v, kv_lens, causal=causal, **options)
     dout = torch.randn_like(out)
     found = gradients(
-        dout, None, q, k, v, out, lse, Mask(kv_lens, window_right=0 if causal else -1), Scores(**options)
+        dout, None, q, k, v, out, lse, Mask(kv_lens, window_right=0 if causal else -1), Scores(**options), ordered=ordered
     )  # fmt: skip
     doubles = [x.double().requires_grad_() for x in (q, k, v)]
     exact = attention_oracle(*doubles, lens, causal=causal, **options)[0]
@@ -157,7 +157,8 @@ def test_lengths_beyond_which_is_nan(ordered, causal, head_dim):
 
 
 @HEAD_DIMS
-def test_a_softcap_with_lengths_beyond_which_is_nan(head_dim):
+@ORDERED
+def test_a_softcap_with_lengths_beyond_which_is_nan(ordered, head_dim):
     q, k, v = (normal(2, h, 600, head_dim) for h in (4, 2, 2))
     lens = [70, 300]
     kept = [x.double() for x in (q, k, v)]
@@ -168,7 +169,7 @@ def test_a_softcap_with_lengths_beyond_which_is_nan(head_dim):
     mask = Mask(int32(*lens, device="cuda"))
     out, lse = torch_fdattn.attention(q, k, v, mask.kv_lens, softcap=1.5)
     dout = torch.randn_like(out)
-    found = gradients(dout, None, q, k, v, out, lse, mask, Scores(1.5))
+    found = gradients(dout, None, q, k, v, out, lse, mask, Scores(1.5), ordered=ordered)
     doubles = [x.requires_grad_() for x in kept]
     exact = attention_oracle(*doubles, lens, softcap=1.5)[0]
     for grad, right in zip(found, torch.autograd.grad(exact, doubles, dout.double()), strict=True):
@@ -177,12 +178,13 @@ def test_a_softcap_with_lengths_beyond_which_is_nan(head_dim):
 
 @HEAD_DIMS
 @pytest.mark.parametrize("shape", [(256, 256), (300, 1000)])
-def test_gradients_in_float32(shape, head_dim):
+@ORDERED
+def test_gradients_in_float32(ordered, shape, head_dim):
     """As steps of ring attention ask for."""
     q, k, v = (normal(2, h, n, head_dim) for h, n in zip((4, 2, 2), (shape[0], shape[1], shape[1]), strict=True))  # fmt: skip
     out, lse = attend(q, k, v, Mask(window_right=0))
     dout = torch.randn_like(out)
-    found = gradients(dout, None, q, k, v, out, lse, Mask(window_right=0), dtype=torch.float32)
+    found = gradients(dout, None, q, k, v, out, lse, Mask(window_right=0), dtype=torch.float32, ordered=ordered)  # fmt: skip
     doubles = [x.double().requires_grad_() for x in (q, k, v)]
     exact = attention_oracle(*doubles, causal=True)[0]
     for grad, right in zip(found, torch.autograd.grad(exact, doubles, dout.double()), strict=True):
@@ -245,7 +247,7 @@ def test_same_bits_but_of_dq(head_dim):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 2, 8192), (2, 16, 4, 3000), (3, 24, 24, 900)])
 def test_same_bits_of_the_ordered_form(shape, causal, head_dim):
-    """More tiles than programs, all tiles of a head at once, several sections; two launches at the same time, too."""
+    """More tiles than programs, several sections; two launches at the same time, too."""
     batch, heads, kv_heads, length = shape
     q, k, v = (normal(batch, h, length, head_dim) for h in (heads, kv_heads, kv_heads))
     mask = Mask(window_right=0 if causal else -1)
@@ -324,7 +326,6 @@ def test_the_op_comes_here_each_time():
 
 
 def test_a_captured_training_step_in_order():
-    """A replay begins with turns that are zero again."""
     q, k, v = (normal(1, 4, 2048, 128).requires_grad_() for _ in range(3))
     dout = normal(1, 4, 2048, 128)
     torch_fdattn.set_deterministic(True)

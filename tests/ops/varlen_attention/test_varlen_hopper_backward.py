@@ -39,11 +39,15 @@ def tokens(lens, heads, head_dim, before=0, after=0, dtype=torch.bfloat16):
     return x
 
 
-def gradients(out, dout, *inputs, dlse=None):
+def gradients(out, dout, *inputs, dlse=None, ordered=False):
     """(gradients, the kernels that the op launched)."""
     launches.clear()
     results, given = (out[0], dout) if dlse is None else (out, (dout, dlse))
-    found = torch.autograd.grad(results, inputs, given, retain_graph=True)
+    torch_fdattn.set_deterministic(ordered)
+    try:
+        found = torch.autograd.grad(results, inputs, given, retain_graph=True)
+    finally:
+        torch_fdattn.set_deterministic(False)
     return found, dict(launches)
 
 
@@ -51,7 +55,8 @@ def check(
     lens, head_dim, key_lens=None, used=None, around=(0, 0), dtype=torch.bfloat16, wants_lse=False, q_start=None,
     **options,
 ):  # fmt: skip
-    """used: how many keys of each sequence count, of which the others are NaN; around: tokens of no sequence."""
+    """In any order and ordered. used: how many keys of each sequence count, of which the others are NaN; around: tokens of no
+    sequence."""
     before = around[0]
     key_lens = lens if key_lens is None else key_lens
     q = tokens(lens, HEADS, head_dim, *around, dtype)
@@ -72,8 +77,6 @@ def check(
     dlse = tokens(lens, HEADS, 1, *around, torch.float32)[..., 0].T if wants_lse else None
     if dlse is not None:  # a row without keys gives -inf whatever it sees
         dlse = dlse.masked_fill(out[1] == -math.inf, 0.0)
-    found, made = gradients(out, dout, *inputs, dlse=dlse)
-    assert made == HERE
     expected = [torch.zeros(x.shape, dtype=torch.float64, device="cuda") for x in inputs]
     for b, ((first, end), (first_key, end_key)) in enumerate(zip(spans, key_spans, strict=True)):
         if used is not None:
@@ -103,8 +106,16 @@ def check(
         found_exactly = torch.autograd.grad((exact, exact_lse), own, (spread, of_lse))
         for x, place, grad in zip(expected, places, found_exactly, strict=True):
             x[place] = grad[0].transpose(0, 1)
-    error = 1e-2 if dtype == torch.bfloat16 else 2e-3
-    size = dout[before : before + sum(lens)].double().norm()
+    for ordered in (False, True):
+        found, made = gradients(out, dout, *inputs, dlse=dlse, ordered=ordered)
+        assert made == HERE
+        size = dout[before : before + sum(lens)].double().norm()
+        check_gradients(found, expected, spans, key_spans, used, size)
+
+
+def check_gradients(found, expected, spans, key_spans, used, size):
+    """size: of the gradient of out."""
+    error = 1e-2 if found[0].dtype == torch.bfloat16 else 2e-3
     for name, grad, right, places in zip(
         ("dq", "dk", "dv"), found, expected, (spans, key_spans, key_spans), strict=True
     ):
@@ -202,7 +213,11 @@ def test_nan_stays_in_its_sequence(softcap, head_dim):
         found, made = gradients(out, dout, *inputs)
         assert made == HERE
         results.append([torch.cat([x[:70], x[170:]]) for x in found])
-    for first, again in zip(*results, strict=True):
+        found, _ = gradients(out, dout, *inputs, ordered=True)
+        results.append([torch.cat([x[:70], x[170:]]) for x in found])
+    without, ordered_without, beside, ordered_beside = results
+    assert all(map(torch.equal, ordered_without, ordered_beside))
+    for first, again in zip(without, beside, strict=True):
         assert torch.isfinite(again).all()
         torch.testing.assert_close(again, first, rtol=2e-2, atol=1e-3)
 
@@ -272,13 +287,9 @@ def test_the_op_comes_here_each_time():
     q, k, v = (tokens(LENGTHS, h, 128).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
     out = torch_fdattn.varlen_attention(q, k, v, begins(LENGTHS), causal=True)
     dout = torch.randn_like(out[0])
-    torch_fdattn.set_deterministic(True)
-    try:
-        expected, made = gradients(out, dout, q, k, v)
-        assert made == HERE
-        assert all(map(torch.equal, expected, gradients(out, dout, q, k, v)[0]))
-    finally:
-        torch_fdattn.set_deterministic(False)
+    expected, made = gradients(out, dout, q, k, v, ordered=True)
+    assert made == HERE
+    assert all(map(torch.equal, expected, gradients(out, dout, q, k, v, ordered=True)[0]))
     shifted = torch.empty(dout.numel() + 4, dtype=dout.dtype, device="cuda")[4:].view(dout.shape)
     shifted.copy_(dout)
     for given, kernels in [(dout, HERE)] * 4 + [(shifted, PORTABLE), (dout, HERE)]:
@@ -322,12 +333,8 @@ def test_ordered_sums_where_lengths_do_not_grow():
     out = torch_fdattn.varlen_attention(
         q, k, v, int32(0, 100, 200, 400, device="cuda"), int32(0, 300, 100, 400, device="cuda")
     )
-    torch_fdattn.set_deterministic(True)
-    try:
-        gradients(out, torch.randn_like(out[0]), q, k, v)
-        torch.cuda.synchronize()
-    finally:
-        torch_fdattn.set_deterministic(False)
+    gradients(out, torch.randn_like(out[0]), q, k, v, ordered=True)
+    torch.cuda.synchronize()
 
 
 def test_gradients_of_slopes_are_the_portable_kernels():

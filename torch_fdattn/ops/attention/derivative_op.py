@@ -113,26 +113,24 @@ def backward_kernel(
 
 def empty_scratch(
     call: PreparedCall, q: Tensor, packed: Packed | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """What the kernels need beside the call's tensors: terms of rows, sums of dQ, a counter of tiles, and whose turn it is
-    to add to the sums, where the order counts.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What the kernels need beside the call's tensors: terms of rows; sums of dQ, where tiles of keys may add to it in any
+    order; and a counter of tiles.
     """
     from torch_fdattn.ops.attention.backward import empty_rows
 
     rows = empty_rows(q, packed)
     if not call.label.endswith("/hopper"):
-        return *rows, None, None, None
-    from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums, zero_turns
+        return *rows, None, None
+    from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums
 
-    padded_len = rows[0].shape[2]
-    turns = zero_turns(q, padded_len) if is_deterministic() else None
-    return *rows, zero_sums(q, padded_len), tile_counter(q.device), turns
+    sums = None if is_deterministic() else zero_sums(q, rows[0].shape[2])
+    return *rows, sums, tile_counter(q.device)
 
 
 def state_launches(
     call: PreparedCall, state: tuple, options: AttentionOptions, grads: tuple, score_grads: Scores,
-    lse2: Tensor, delta: Tensor, sums: Tensor | None, counter: Tensor | None, turns: Tensor | None,
-    packed: Packed | None = None, ranges: Tensor | None = None,
+    lse2: Tensor, delta: Tensor, sums: Tensor | None, counter: Tensor | None, packed: Packed | None = None, ranges: Tensor | None = None,
 ) -> Iterable[Launch]:  # fmt: skip
     """state: of STATE_SCHEMA; what follows score_grads is `empty_scratch`."""
     # As in the forward: addresses are no part of a call's key.
@@ -144,7 +142,7 @@ def state_launches(
         if is_aligned(dout, q, k, v):
             library.launches[call.label] += 1
             return hopper_backward_launches(
-                *state, options, *grads, (lse2, delta), sums, counter, turns, packed, score_grads
+                *state, options, *grads, (lse2, delta), sums, counter, packed, score_grads
             )
     from torch_fdattn.ops.attention.backward import backward_launches
 

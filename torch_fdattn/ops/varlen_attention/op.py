@@ -165,9 +165,6 @@ def _gradients(
     mask, scale, scores, dropout, _ = options
     if call is not None:
         mask, scratch = contiguous_mask(mask), empty_scratch(call, by_heads(q), packed)
-        if scratch[-1] is not None:
-            # Tiles of keys wait for those behind them, none of which may be missing, whatever cu_seqlens_k holds.
-            packed = packed._replace(cu_seqlens_k=packed.begins_of_keys.cummax(0).values)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         given = *scratch, *packed, *mask[:3], *scores[1:], dropout.seed
         tensors = dout, dlse, q, k, v, out, lse, *grads, *given

@@ -3,7 +3,8 @@
 Keys are rows of all scores: Sᵀ = K Qᵀ and dPᵀ = V dOᵀ stay in registers, where Pᵀ and dSᵀ are left operands of
 dV += Pᵀ dO and dK += dSᵀ Q. dSᵀ goes to shared memory too, of both warp groups, and dQ = dS K is made of it a step later, so
 that no warp group waits for the other: each makes half of dQ's columns, which the storing warp (`storing.py`) adds to
-float32 sums in memory, as those of other programs do (`sums.py`).
+float32 sums in memory, as those of other programs do (`sums.py`). In the ordered form `sums` is None, steps have four
+products, and dQ has a launch of its own (`one_gradient.py`).
 
 Where ALiBi's slopes want a gradient, -Σ dS · distance, each warp of a tile leaves its part of each head's in `slope_sums`.
 
@@ -50,7 +51,7 @@ WARPS = gl.constexpr(4)  #: of a warp group
     "slope_of_sequence", "slope_of_head",
 ])  # fmt: skip
 def attention_backward_kernel(
-    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter, turns,
+    q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, sums, dk_blocks, dv_blocks, dk, dv, counter,
     kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
     q_len, capacity, sequences, kv_heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head, slope_sums,
@@ -62,12 +63,19 @@ def attention_backward_kernel(
     changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
     slots = slots_of(q_blocks, lse2, sums, SUBS, cu_seqlens_q is not None)
     fence_async_shared()
-    gl.warp_specialize([
-        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 0)),
-        (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 1)),
-        (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call, turns is not None)),
-        (store_sums, (slots, sums, turns, call)),
-    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    if slots.DQ:
+        gl.warp_specialize([
+            (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 0)),
+            (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 1)),
+            (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call)),
+            (store_sums, (slots, sums, call)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 0)),
+            (_multiply, (slots, dk_blocks, dv_blocks, dk, dv, slope_sums, call, changes, RAGGED, 1)),
+            (load, (slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call)),
+        ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
@@ -131,15 +139,20 @@ def _sweep(
             _store_slope_sum(slope_sum, slope_sums, tile, first_head + member, call, GROUP)
     slots.has_values.release(place_of(turn, 1))
 
-    last = place_of(step - 1, SLOTS)
-    slots.has_dscores.wait_full(last)
-    dq = _dq(slots, last.slot, opaque_zero(step), GROUP)
-    tma.store_wait(0)
-    _store(dv, dv_out, dv_blocks, tile, slots, call, GROUP)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    slots.has_keys.release(place_of(turn, 1))
-    slots.has_dscores.release(last)
-    hand_over(dq, slots, step - 1, GROUP)
+    if slots.DQ:
+        last = place_of(step - 1, SLOTS)
+        slots.has_dscores.wait_full(last)
+        dq = _dq(slots, last.slot, opaque_zero(step), GROUP)
+        tma.store_wait(0)
+        _store(dv, dv_out, dv_blocks, tile, slots, call, GROUP)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        slots.has_keys.release(place_of(turn, 1))
+        slots.has_dscores.release(last)
+        hand_over(dq, slots, step - 1, GROUP)
+    else:
+        slots.has_keys.release(place_of(turn, 1))
+        tma.store_wait(0)
+        _store(dv, dv_out, dv_blocks, tile, slots, call, GROUP)
     tma.store_wait(0)  # of dV, whose buffers dK takes
     scaled = ()
     for sub in gl.static_range(SUBS):
@@ -185,8 +198,11 @@ def _step(
         lse2 = slots.lse2.index(place.slot).load(gl.SliceLayout(0, SCORES))
         p = gl.exp2(scores * changes.unit(changes.scale) - gl.expand_dims(lse2, 0))
         # ptxas moves instructions within a basic block only, and would put the wait for dP before most exponentials.
-        # Waiting for the slot of dS ends the block.
-        slots.has_dscores.wait_empty(place)
+        # Waiting for the slot of dS ends the block, or for what has been waited for.
+        if slots.DQ:
+            slots.has_dscores.wait_empty(place)
+        else:
+            slots.has_dout.wait_full(place)
         p_operand = gl.convert_layout(p.to(slots.q.dtype), OPERAND, assert_trivial=True)
         if changes.softcap is not None:
             slope_of_cap = changes.slope_of_cap(capped)
@@ -199,10 +215,11 @@ def _step(
         added = warpgroup_mma(p_operand, dout, dv[sub], is_async=True)
         exact_dscores = p * (dp - gl.expand_dims(delta, 0))
         dscores = exact_dscores.to(slots.q.dtype)
-        slots.dscores.index(place.slot * GROUPS * SUBS + own + unknown).store(dscores)
-        fence_async_shared()
-        if sub == SUBS - 1:
-            slots.has_dscores.hand_over(place)
+        if slots.DQ:
+            slots.dscores.index(place.slot * GROUPS * SUBS + own + unknown).store(dscores)
+            fence_async_shared()
+            if sub == SUBS - 1:
+                slots.has_dscores.hand_over(place)
         operand = gl.convert_layout(dscores, OPERAND, assert_trivial=True)
         also_added = warpgroup_mma(operand, q, dk[sub], is_async=True)
         if slope_sum.type.is_block():
@@ -218,20 +235,33 @@ def _step(
         new_dk = new_dk + (also_added,)  # noqa: RUF005
         new_dv = new_dv + (added,)  # noqa: RUF005
 
-    previous = place_of(step + 1, SLOTS)  # the other slot, of the step before and of the next one
-    slots.has_dscores.wait_full(place_of(step - 1, SLOTS), later)
-    dq = _dq(slots, previous.slot, unknown, GROUP)
-    waited = warpgroup_mma_wait(GROUPS * SUBS, deps=(p_operand, operand) + new_dk + new_dv)  # noqa: RUF005
+    following = place_of(step + 1, SLOTS)  # the other slot, which the step before had, too
+    if slots.DQ:
+        slots.has_dscores.wait_full(place_of(step - 1, SLOTS), later)
+        dq = _dq(slots, following.slot, unknown, GROUP)
+        waited = warpgroup_mma_wait(GROUPS * SUBS, deps=(p_operand, operand) + new_dk + new_dv)  # noqa: RUF005
+        slots.has_dout.release(place)
+        slots.has_queries.release(place)
+        slots.has_queries.wait_full(following, more)
+        scores = product(slots.k, GROUP * SUBS + unknown, slots.q, following.slot)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if later:
+            slots.has_dscores.release(place_of(step - 1, SLOTS))
+            hand_over(dq, slots, step - 1, GROUP)
+    else:
+        # With slopes two blocks of keys leave too few registers for a product beside these: ptxas would let each one wait.
+        OVERLAPS: gl.constexpr = SUBS == 1 or changes.slopes is None
+        waited = (p_operand, operand) + new_dk + new_dv  # noqa: RUF005
+        if not OVERLAPS:
+            waited = warpgroup_mma_wait(0, deps=waited)
+        slots.has_queries.wait_full(following, more)
+        scores = product(slots.k, GROUP * SUBS + unknown, slots.q, following.slot)
+        if OVERLAPS:
+            waited = warpgroup_mma_wait(1, deps=waited)
+        slots.has_dout.release(place)
+        slots.has_queries.release(place)
     dk = waited[2 : 2 + SUBS]
     dv = waited[2 + SUBS :]
-    slots.has_dout.release(place)
-    slots.has_queries.release(place)
-    slots.has_queries.wait_full(place_of(step + 1, SLOTS), more)
-    scores = product(slots.k, GROUP * SUBS + unknown, slots.q, previous.slot)
-    dq = warpgroup_mma_wait(1, deps=(dq,))
-    if later:
-        slots.has_dscores.release(place_of(step - 1, SLOTS))
-        hand_over(dq, slots, step - 1, GROUP)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv, slope_sum
 

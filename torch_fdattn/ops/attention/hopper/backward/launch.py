@@ -14,10 +14,7 @@ from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.backward import copy_sink_gradient, copy_slope_gradient
 from torch_fdattn.ops.attention.backward_rows import PADDING
 from torch_fdattn.ops.attention.hopper.backward.kernel import WARPS, attention_backward_kernel
-from torch_fdattn.ops.attention.hopper.backward.one_gradient_launch import (
-    WIDE_HEAD_DIM,
-    wide_launches,
-)
+from torch_fdattn.ops.attention.hopper.backward.one_gradient_launch import gradient_launch
 from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
@@ -35,6 +32,8 @@ from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: That the sweep over keys computes with; what is between is filled up with zeros by the copies that load it.
 HEAD_DIMS = (64, 128)
+#: That each gradient by itself is computed with, above these.
+WIDE_HEAD_DIM = 256
 
 
 def takes(
@@ -74,13 +73,6 @@ def zero_sums(q: Tensor, padded_len: int) -> Tensor | None:
     return q.new_zeros((batch, heads, padded_len, _dim(head_dim)), dtype=torch.float32)
 
 
-def zero_turns(q: Tensor, padded_len: int) -> Tensor | None:
-    """Of each block of queries of each head, how many tiles of keys have added to its sums; None where there are none."""
-    if q.shape[3] > HEAD_DIMS[-1]:
-        return None
-    return q.new_zeros((*q.shape[:2], padded_len // QUERIES.value), dtype=torch.int32)
-
-
 def _dim(head_dim: int) -> int:
     return next(x for x in (*HEAD_DIMS, WIDE_HEAD_DIM) if head_dim <= x)
 
@@ -93,37 +85,35 @@ def subs_of(head_dim: int) -> int:
 def hopper_backward_launches(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor, rows: tuple[Tensor, Tensor],
-    sums: Tensor | None, counter: Tensor, turns: Tensor | None = None, packed: Packed | None = None,
-    score_grads: Scores = NO_SCORES,
+    sums: Tensor | None, counter: Tensor, packed: Packed | None = None, score_grads: Scores = NO_SCORES,
 ) -> Iterator[Launch]:  # fmt: skip
     """What writes the gradients into dq (like q), dk and dv (like k and v); lse and dlse fp32, contiguous.
 
     Of packed sequences all are by `packed.by_heads`, and lse and dlse (H, T).
 
-    rows: `empty_rows`; sums: `zero_sums`.
-    turns: `zero_turns`, for the same bits on every run; None: the order in which tiles of keys add to dQ is not fixed, but
-    above head dim 128.
+    rows: `empty_rows`.
+    sums: `zero_sums`, to which tiles of keys add in any order; None: dQ has a launch of its own, and the same bits on every run.
     counter: int32 (1,), 0, of no other launch that may run at the same time; it is 0 again afterwards.
     score_grads: as in `backward_launches`, of those that `gives` knows; torch sums them behind the launches.
     """
-    yield terms_launch(dout, dlse, out, lse, rows, _dim(q.shape[3]), kernel_arguments(packed, k))
-    if sums is None:
-        assert packed is None
-        yield from wide_launches(dout, q, k, v, options, dq, dk, dv, rows, counter)
+    dim, given = _dim(q.shape[3]), (dout, q, k, v, options)
+    yield terms_launch(dout, dlse, out, lse, rows, dim, kernel_arguments(packed, k))
+    if q.shape[3] <= HEAD_DIMS[-1]:
+        yield from _sweep(*given, dq, dk, dv, rows, sums, counter, packed, score_grads.alibi_slopes)
     else:
-        yield from _sweep(
-            dout, q, k, v, options, dq, dk, dv, rows, sums, counter, turns, packed, score_grads.alibi_slopes,
-        )  # fmt: skip
+        yield gradient_launch("dv", *given, dv, rows, counter, dim)
+        yield gradient_launch("dk", *given, dk, rows, counter, dim)
+    if sums is None:
+        yield gradient_launch("dq", *given, dq, rows, counter, dim, packed)
     if score_grads.sinks is not None:
         copy_sink_gradient(score_grads.sinks, options.scores.sinks, lse, rows, packed)
 
 
 def _sweep(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dq: Tensor, dk: Tensor, dv: Tensor,
-    rows: tuple[Tensor, Tensor], sums: Tensor, counter: Tensor, turns: Tensor | None, packed: Packed | None,
-    dslopes: Tensor | None,
+    rows: tuple[Tensor, Tensor], sums: Tensor | None, counter: Tensor, packed: Packed | None, dslopes: Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip
-    """Up to head dim 128."""
+    """Up to head dim 128: dK and dV, and dQ where there are sums for it."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     mask, scale, scores = options[:3]
@@ -144,18 +134,20 @@ def _sweep(
     read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
     yield Launch(
         attention_backward_kernel, min(blocks * kv_heads, num_sms(q.device)),
-        *(described(x, block) for x in (q, k, v, dout)), *map(described_terms, rows), _lines(sums),
-        described(dk, block), described(dv, block), dk, dv, counter, turns, *mask[:3], *begins, q_len, capacity, sequences, kv_heads,
+        *(described(x, block) for x in (q, k, v, dout)), *map(described_terms, rows),
+        None if sums is None else _lines(sums),
+        described(dk, block), described(dv, block), dk, dv, counter, *mask[:3], *begins, q_len, capacity, sequences, kv_heads,
         heads // kv_heads, section(batch * kv_heads, 1, read), mask.window_left, mask.window_right,
         scale, scores.softcap or None, scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences), slope_sums,
         SUBS=subs, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
         RAGGED=packed is not None or mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
     )  # fmt: skip
-    yield Launch(
-        scaled_sums_kernel, padded_len // QUERIES.value * heads * batch,
-        sums, dq, dq.stride(), heads, q_len, padded_len, scale, sequences, begins[0],
-        HEAD_DIM=head_dim, ROWS=QUERIES.value, COLUMNS=dim, GROUPS=GROUPS.value,
-    )  # fmt: skip
+    if sums is not None:
+        yield Launch(
+            scaled_sums_kernel, padded_len // QUERIES.value * heads * batch,
+            sums, dq, dq.stride(), heads, q_len, padded_len, scale, sequences, begins[0],
+            HEAD_DIM=head_dim, ROWS=QUERIES.value, COLUMNS=dim, GROUPS=GROUPS.value,
+        )  # fmt: skip
     if dslopes is not None:
         copy_slope_gradient(dslopes, slope_sums)
 

@@ -23,11 +23,11 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
-def load(slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call, ORDERED: gl.constexpr):  # fmt: skip
+def load(slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter, call):
     """Of one warp."""
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    _hand_over(slots, _first_number(counter, call, ORDERED), turn, counter, call, ORDERED)
+    _hand_over(slots, gl.program_id(0), turn, counter, call)
     tile = read_key_tile(slots.tiles, place_of(turn, SLOTS).slot, call, _ONE)
     while tile.end > 0:
         count = tile.end - tile.begin
@@ -44,40 +44,19 @@ def load(slots, q_blocks, k_blocks, v_blocks, dout_blocks, lse2, delta, counter,
         # Only when all loads are under way: a number that is taken early is one that a program which has nothing left
         # to do cannot have.
         turn += 1
-        _hand_over(slots, _next_number(counter, call, ORDERED), turn, counter, call, ORDERED)
+        _hand_over(slots, take(counter, key_tiles(call)), turn, counter, call)
         tile = read_key_tile(slots.tiles, place_of(turn, SLOTS).slot, call, _ONE)
 
 
 @gluon.jit
-def _first_number(counter, call, ORDERED: gl.constexpr):
-    """In the ordered form from the counter, too: tiles wait for those of lower numbers, and a program that has not started
-    must hold none of them.
-    """
-    if ORDERED:
-        return _next_number(counter, call, ORDERED)
-    else:
-        return gl.program_id(0)
-
-
-@gluon.jit
-def _next_number(counter, call, ORDERED: gl.constexpr):
-    if ORDERED:
-        # All numbers, and of each program one that stands for no tile.
-        programs = gl.num_programs(0)
-        return take(counter, key_tiles(call) + programs) - programs
-    else:
-        return take(counter, key_tiles(call))
-
-
-@gluon.jit
-def _hand_over(slots, number, turn, counter, call, ORDERED: gl.constexpr):
+def _hand_over(slots, number, turn, counter, call):
     """The tile of this number, or of the next one that has keys; or says that there is none."""
     tiles = key_tiles(call)
-    tile = key_tile_of(gl.minimum(number, tiles - 1), call, ORDERED)
+    tile = key_tile_of(gl.minimum(number, tiles - 1), call)
     if tile.keys is not None:
         while (number < tiles) & (tile.first >= tile.keys.length):
-            number = _next_number(counter, call, ORDERED)
-            tile = key_tile_of(gl.minimum(number, tiles - 1), call, ORDERED)
+            number = take(counter, tiles)
+            tile = key_tile_of(gl.minimum(number, tiles - 1), call)
     place = place_of(turn, SLOTS)
     slots.has_tile.wait_empty(place)
     write_key_tile(tile, gl.where(number < tiles, tile.end, 0), slots.tiles, place.slot, _ONE)

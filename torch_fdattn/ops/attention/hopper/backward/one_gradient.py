@@ -1,10 +1,11 @@
-"""Attention backward on Hopper for head dims above 128: a launch for each gradient, which sweeps over what it sums.
+"""One gradient of attention on Hopper: a program keeps 128 rows of it, and sweeps over what it sums.
 
     dQ = Σ dS K over keys,    dK = Σ dSᵀ Q over queries,    dV = Σ Pᵀ dO over queries
 
-dK and dV of 64 keys would fill the registers of both warp groups, and sums of dQ in memory would be twice as many for a
-product as at head dim 128. So a program keeps 128 rows of one gradient: eight products in place of five, but no sums in
-memory, no zeros before and no conversion after, and the same bits on every run.
+No sums in memory, no zeros before and no conversion after, and the same bits on every run. Of dQ in the ordered form, where
+dK and dV come from `kernel.py`: seven products in place of five. Above head dim 128 of all three, eight in place of five: dK
+and dV of 64 keys would fill the registers of both warp groups there, and sums of dQ in memory would be twice as many for a
+product as at head dim 128.
 
 Rows are what the gradient has, queries or keys, and columns what it sums over. `rows` and `columns` make scores, QKᵀ or its
 transpose, `other_rows` and `other_columns` dP:
@@ -15,7 +16,7 @@ transpose, `other_rows` and `other_columns` dP:
     dv       | K     not read    Q        dO
 
 Shapes: (B, H or H_kv, M or N, D) by descriptors of four dims, D up to 256; lse2 and delta: fp32 of all queries, each head's
-padded. bfloat16 or float16.
+padded, and each packed sequence's. bfloat16 or float16. Packed sequences: dQ alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch_fdattn.ops.attention.hopper.backward.one_gradient_slots import gradie
 from torch_fdattn.ops.attention.hopper.backward.scores import hide, product
 from torch_fdattn.ops.attention.hopper.backward.slots import ONE_OF_GROUP, SLOTS, next_tile
 from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
-from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, padded_row
+from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, padded_row
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
 from torch_fdattn.ops.attention.hopper.scores import Scores
@@ -46,18 +47,21 @@ from torch_fdattn.ops.attention.hopper.tiles import Call
 ])  # fmt: skip
 def attention_gradient_kernel(
     row_blocks, other_row_blocks, column_blocks, other_column_blocks, lse2_blocks, delta_blocks, lse2, delta,
-    out_blocks, out, counter, kv_lens, q_start, kv_start, q_len, capacity, sequences, heads, group, section, left, right,
+    out_blocks, out, counter, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
     scale, softcap, slopes, slope_of_sequence, slope_of_head,
     GRADIENT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """heads: of the gradient."""
     OF_QUERIES: gl.constexpr = GRADIENT == "dq"
-    BLOCK: gl.constexpr = GROUPS * ROWS if OF_QUERIES else QUERIES
-    KEYS: gl.constexpr = QUERIES if OF_QUERIES else GROUPS * ROWS
-    call = Call(kv_lens, q_start, kv_start, None, None, q_len, capacity, sequences, heads, group, section, left, right,
+    COLUMNS: gl.constexpr = column_blocks.block_type.shape[2]
+    BLOCK: gl.constexpr = GROUPS * ROWS if OF_QUERIES else COLUMNS
+    KEYS: gl.constexpr = COLUMNS if OF_QUERIES else GROUPS * ROWS
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, BLOCK, KEYS)  # fmt: skip
     changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
-    slots = gradient_slots_of(row_blocks, lse2_blocks, GRADIENT)
+    slots = gradient_slots_of(
+        row_blocks, column_blocks, lse2_blocks, GRADIENT, cu_seqlens_q is not None
+    )
     fence_async_shared()
     gl.warp_specialize([
         (_multiply, (slots, lse2, delta, out_blocks, out, call, changes, GRADIENT, RAGGED, 0)),
@@ -80,6 +84,9 @@ def _multiply(
         acc, step = _sum(tile, turn, step, slots, lse2, delta, call, changes, GRADIENT, RAGGED, GROUP)  # fmt: skip
         if GRADIENT != "dv":
             acc *= changes.scale
+        if tile.queries is not None:  # noqa: SIM102 -- the first is known to the compiler
+            if tile.kv_len == 0:  # what tokens of no sequence hold may be NaN, and 0 · NaN is
+                acc = gl.zeros_like(acc)
         _write(acc, tile, slots, out_blocks, out, call, GRADIENT, GROUP)
         slots.has_rows.release(place_of(turn, 1))
         turn += 1
@@ -95,7 +102,8 @@ def _sum(
     OF_QUERIES: gl.constexpr = GRADIENT == "dq"
     D: gl.constexpr = slots.rows.shape[4]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    COLUMNS: gl.constexpr = slots.columns.shape[3]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     first = tile.first + GROUP * ROWS
     place = place_of(turn, 1)
@@ -105,8 +113,10 @@ def _sum(
     members = gl.to_tensor(1)
     first_head = tile.kv_head
     if OF_QUERIES:
-        row = padded_row(tile.sequence * call.heads + tile.kv_head, first, call)
-        rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
+        head = tile.kv_head
+        if tile.queries is None:
+            head += tile.sequence * call.heads
+        rows = padded_row(tile, head, first, call) + gl.arange(0, ROWS, layout=EACH_ROW)
         row_lse2 = gl.load(lse2 + rows)
         row_delta = gl.load(delta + rows)
     else:
@@ -144,6 +154,7 @@ def _step(
     """A block of columns, whose scores are there, and the scores of the next one."""
     OF_QUERIES: gl.constexpr = GRADIENT == "dq"
     D: gl.constexpr = slots.rows.shape[4]
+    COLUMNS: gl.constexpr = slots.columns.shape[3]
     SCORES: gl.constexpr = scores.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     place = place_of(step, SLOTS)
@@ -156,11 +167,11 @@ def _step(
     if GRADIENT != "dv":
         dp = product(slots.other_rows, GROUP + unknown, slots.other_columns, other.slot)
     if OF_QUERIES:
-        key, query = block * QUERIES, first
+        key, query = block * COLUMNS, first
         lse2 = gl.expand_dims(row_lse2, 1)
         delta = gl.expand_dims(row_delta, 1)
     else:
-        key, query = first, block * QUERIES
+        key, query = first, block * COLUMNS
         lse2 = gl.expand_dims(slots.lse2.index(place.slot).load(gl.SliceLayout(0, SCORES)), 0)
     capped = changes.capped(scores, changes.scale)
     if OF_QUERIES:
@@ -170,12 +181,12 @@ def _step(
     scores = hide(scores, key, query, tile, call, RAGGED, not OF_QUERIES)
     weights = gl.exp2(scores * changes.unit(changes.scale) - lse2)
     if GRADIENT == "dv":
-        columns = slots.other_columns.index(other.slot).reshape([QUERIES, D])
+        columns = slots.other_columns.index(other.slot).reshape([COLUMNS, D])
     else:
-        columns = slots.columns.index(place.slot).reshape([QUERIES, D])
+        columns = slots.columns.index(place.slot).reshape([COLUMNS, D])
         if changes.softcap is not None:
             slope_of_cap = changes.slope_of_cap(capped)
-            if call.kv_lens is not None:
+            if call.kv_lens is not None or tile.keys is not None:
                 # 0 for NaN, which keys beyond the length may have given, whose weights are 0.
                 slope_of_cap = gl.maximum(slope_of_cap, 0.0)
             weights *= slope_of_cap
@@ -199,25 +210,34 @@ def _step(
 
 @gluon.jit
 def _zero_beyond(columns, place, block, tile, call):
-    """Keys or values beyond the length."""
-    if call.kv_lens is not None:
-        inside = tile.kv_len - block * QUERIES
-        if inside < QUERIES:
-            keep_first(columns.index(place.slot).reshape([QUERIES, columns.shape[4]]), inside)
+    """Keys or values beyond the length; behind those of a packed sequence come the next one's."""
+    COLUMNS: gl.constexpr = columns.shape[3]
+    if call.kv_lens is not None or tile.keys is not None:
+        inside = tile.kv_len - block * COLUMNS
+        if inside < COLUMNS:
+            keep_first(columns.index(place.slot).reshape([COLUMNS, columns.shape[4]]), inside)
 
 
 @gluon.jit
 def _write(result, tile, slots, out_blocks, out, call, GRADIENT: gl.constexpr, GROUP: gl.constexpr):
-    """Where the rows were, and from there to memory; float32 has no room there."""
+    """Where the rows were, and from there to memory.
+
+    float32 has no room there, and of packed sequences a block's copy would end in the next one.
+    """
     first = tile.first + GROUP * ROWS
     found = result.to(out_blocks.dtype)
-    if out_blocks.dtype == gl.float32:
-        length = call.q_len if GRADIENT == "dq" else call.capacity
+    there = call.capacity
+    row = first
+    if GRADIENT == "dq":
+        there = tile.rows_of_queries(call)
+        row = tile.row_of_query(first)
+    DIRECT: gl.constexpr = out_blocks.dtype == gl.float32
+    if DIRECT or (tile.queries is not None and first + ROWS > there):
         rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, found.type.layout))
-        store_rows(found, out, out_blocks, tile.sequence, tile.kv_head, first, 0, rows < length)
+        store_rows(found, out, out_blocks, tile.batch(), tile.kv_head, row, 0, rows < there)
     else:
         buffer = slots.rows.index(GROUP)
         buffer.reshape([ROWS, slots.rows.shape[4]]).store(found)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_blocks, [tile.sequence, tile.kv_head, first, 0], buffer)
+        tma.async_copy_shared_to_global(out_blocks, [tile.batch(), tile.kv_head, row, 0], buffer)
         tma.store_wait(0)

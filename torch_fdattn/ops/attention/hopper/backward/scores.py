@@ -1,4 +1,4 @@
-"""Scores of Hopper's backward, 64 by 64, whether queries or keys are their rows: the product, and which are hidden."""
+"""Scores of Hopper's backward, whether queries or keys are their rows: the product, and which are hidden."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from torch_fdattn.ops.attention.hopper.backward.tiles import QUERIES
 from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS
 
 
@@ -14,10 +13,11 @@ from torch_fdattn.ops.attention.hopper.rows import MINUS_INFINITY, ROWS
 def product(rows, own, columns, slot):
     """A block of rows by the columns of a slot, issued: scores, or dP."""
     D: gl.constexpr = rows.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    COLUMNS: gl.constexpr = columns.shape[3]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     left = rows.index(own).reshape([ROWS, D])
-    right = columns.index(slot).reshape([QUERIES, D]).permute((1, 0))
-    zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
+    right = columns.index(slot).reshape([COLUMNS, D]).permute((1, 0))
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
     return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 

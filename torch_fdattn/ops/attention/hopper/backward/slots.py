@@ -34,22 +34,25 @@ class Slots:
     v: gl.shared_memory_descriptor
     lse2: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
-    dscores: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor  # of dQ, on their way to memory: each warp group's columns
+    dscores: gl.shared_memory_descriptor  # where there is DQ
+    sums: (
+        gl.shared_memory_descriptor
+    )  # of dQ, on their way to memory: each warp group's columns; where there is DQ
     results: gl.shared_memory_descriptor  # dK and dV, on their way to memory
     has_tile: Ring
     has_queries: Ring  # with their lse2 and delta
     has_dout: Ring
     has_keys: Ring  # one slot
     has_values: Ring  # one slot
-    has_dscores: Ring
-    has_sums: Ring  # a slot of each warp group
+    has_dscores: Ring  # where there is DQ
+    has_sums: Ring  # a slot of each warp group; where there is DQ
     SUBS: gl.constexpr
+    DQ: gl.constexpr  # whether steps make dQ, too
 
     @gluon.constexpr_function
     def __init__(
         self, tiles, q, dout, k, v, lse2, delta, dscores, sums, results, has_tile, has_queries, has_dout,
-        has_keys, has_values, has_dscores, has_sums, SUBS,
+        has_keys, has_values, has_dscores, has_sums, SUBS, DQ,
     ):  # fmt: skip
         self.tiles = tiles
         self.q = q
@@ -69,6 +72,7 @@ class Slots:
         self.has_dscores = has_dscores
         self.has_sums = has_sums
         self.SUBS = gl.constexpr(SUBS)
+        self.DQ = gl.constexpr(DQ)
 
 
 @gluon.jit
@@ -78,25 +82,39 @@ def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr, PACKED: gl.const
     FIELDS_OF_TILE: gl.constexpr = FIELDS_OF_PACKED if PACKED else FIELDS
     TILES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     DSCORES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    DQ: gl.constexpr = sums is not None
+    q = blocks_of(q_blocks, SLOTS)
+    has_queries = ring(SLOTS, GROUPS)
+    # What no warp uses must not be made (`pipeline.ring`), but has to be something.
+    dscores = q
+    buffer_of_sums = q
+    has_dscores = has_queries
+    has_sums = has_queries
+    if DQ:
+        dscores = gl.allocate_shared_memory(dtype, [SLOTS * KEY_BLOCKS, ROWS, QUERIES], DSCORES)
+        buffer_of_sums = blocks_of(sums, GROUPS)
+        has_dscores = ring(SLOTS, GROUPS, GROUPS)
+        has_sums = ring(GROUPS, 1)
     return Slots(
         gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS_OF_TILE, 1], TILES),
-        blocks_of(q_blocks, SLOTS),
+        q,
         blocks_of(q_blocks, SLOTS),
         blocks_of(q_blocks, KEY_BLOCKS),
         blocks_of(q_blocks, KEY_BLOCKS),
         blocks_of(rows_of_terms, SLOTS),
         blocks_of(rows_of_terms, SLOTS),
-        gl.allocate_shared_memory(dtype, [SLOTS * KEY_BLOCKS, ROWS, QUERIES], DSCORES),
-        blocks_of(sums, GROUPS),
+        dscores,
+        buffer_of_sums,
         blocks_of(q_blocks, KEY_BLOCKS),
-        ring(SLOTS, GROUPS + 1),  # the storing warp walks through them, too
-        ring(SLOTS, GROUPS),
+        ring(SLOTS, GROUPS + 1 if DQ else GROUPS),  # the storing warp walks through them, too
+        has_queries,
         ring(SLOTS, GROUPS),
         ring(1, GROUPS),
         ring(1, GROUPS),
-        ring(SLOTS, GROUPS, GROUPS),
-        ring(GROUPS, 1),
+        has_dscores,
+        has_sums,
         SUBS,
+        DQ,
     )
 
 

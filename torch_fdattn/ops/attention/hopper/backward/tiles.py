@@ -1,9 +1,7 @@
 """Which tile a number stands for: keys of one KV head, and the blocks of queries that see them.
 
 As `hopper/tiles.py`: numbers run through sections of heads, within a section from the first keys, which most queries see,
-to the last. In the ordered form they run from the last keys to the first, the order in which tiles add to a block of
-queries: sweeps go upward over queries, and with a causal mask each tile begins at later queries than the one after it, so
-that it has added by the time the other one comes.
+to the last.
 
 Of packed sequences a tile has keys of one, cut as `ops/packed.py` says, and so has numbers that stand for no
 keys. Its blocks of queries count from the sequence's first query: the last one may end among those of the next sequence.
@@ -80,6 +78,14 @@ class KeyTile:
             return self.queries.first + query
 
     @gluon.jit
+    def rows_of_queries(self, call):
+        """How many rows dQ has of the sequence."""
+        if self.queries is None:
+            return call.q_len
+        else:
+            return self.queries.length
+
+    @gluon.jit
     def rows_of_keys(self, call):
         """How many rows dK and dV have of the sequence."""
         if self.keys is None:
@@ -107,7 +113,7 @@ def key_tiles(call):
 
 
 @gluon.jit
-def key_tile_of(number, call, ORDERED: gl.constexpr = False):
+def key_tile_of(number, call):
     blocks = key_blocks(call)
     each = call.section * blocks
     section = number // each
@@ -118,13 +124,11 @@ def key_tile_of(number, call, ORDERED: gl.constexpr = False):
     heads = gl.minimum(call.section, all_heads - section * call.section)
     block = number // heads
     head = section * call.section + number - block * heads
-    if ORDERED:
-        block = blocks - 1 - block
     if call.cu_seqlens_k is not None:
         begun = begun_before(block, call.cu_seqlens_k, call.sequences, call.capacity, call.KEYS)
         keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
         queries = span(call.cu_seqlens_q, begun - 1, call.sequences, call.q_len)
-        first_term = (queries.first // PADDING + begun) * PADDING
+        first_term = first_term_of(queries, begun)
         block = block - (keys.first // call.KEYS + begun)
         # Lengths that do not grow have blocks before their first: none of theirs, then.
         block = gl.where(block < 0, call.capacity // call.KEYS + 1, block)
@@ -167,33 +171,32 @@ def key_tile_of(number, call, ORDERED: gl.constexpr = False):
 
 
 @gluon.jit
-def rank_of(tile, block, call):
-    """How many tiles add to a block of queries before this one does: those of later keys that visit it.
-
-    Negative where the tile visits the block though none of its queries sees the tile's keys or earlier ones: it adds zeros.
-    """
-    rank = (tile.rows_of_keys(call) + call.KEYS - 1) // call.KEYS - 1 - tile.first // call.KEYS
-    if call.HAS_RIGHT:
-        # Of the block's last query from the tile's first key.
-        distance = block * QUERIES + QUERIES - 1 + tile.offset + call.right - tile.first
-        rank = gl.where(distance < 0, -1, gl.minimum(rank, distance // call.KEYS))
-    return rank
+def first_term_of(queries, begun):
+    """Where rows of lse2, delta and sums of dQ of a packed sequence begin among a head's; begun: sequences, it included."""
+    return (queries.first // PADDING + begun) * PADDING
 
 
 @gluon.jit
-def padded_row(head, row, call):
-    """Where lse2, delta and sums of dQ of a row lie: each head's are padded. head: of those of all sequences."""
-    return head * ((call.q_len + PADDING - 1) // PADDING * PADDING) + row
+def padded_row(tile, head, row, call):
+    """Where lse2, delta and sums of dQ of a tile's row lie: each head's are padded, and each packed sequence's.
+
+    head: of query heads, those of all sequences unless they are packed.
+    """
+    if tile.first_term is not None:
+        padded = (call.q_len // PADDING + call.sequences + 2) * PADDING
+        return head * padded + tile.first_term + row
+    else:
+        padded = (call.q_len + PADDING - 1) // PADDING * PADDING
+        return head * padded + row
 
 
 @gluon.jit
 def padded_row_of(tile, head, block, call):
-    """The same, of a block of a tile's queries; of packed sequences each one's rows are padded."""
-    if tile.first_term is not None:
-        padded = (call.q_len // PADDING + call.sequences + 2) * PADDING
-        return head * padded + tile.first_term + block * QUERIES
-    else:
-        return padded_row(tile.sequence * call.heads * call.group + head, block * QUERIES, call)
+    """The same, of a block of queries of a query head; the call's heads are KV heads."""
+    of_sequence = 0
+    if tile.first_term is None:
+        of_sequence = tile.sequence * call.heads * call.group
+    return padded_row(tile, of_sequence + head, block * QUERIES, call)
 
 
 @gluon.jit

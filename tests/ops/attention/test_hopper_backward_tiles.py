@@ -1,4 +1,4 @@
-"""The order in which tiles of keys add to dQ in Hopper's backward: `tiles.py`'s functions, run in plain Python."""
+"""Tiles of keys of Hopper's backward, and the queries that they visit: `tiles.py`'s functions, run in plain Python."""
 
 import random
 from types import SimpleNamespace
@@ -9,9 +9,7 @@ import pytest
 from torch_fdattn.ops.attention.hopper.backward import tiles
 
 QUERIES, FAR = 64, 1 << 30
-key_tile_of, rank_of, key_blocks, rows_of_keys = (
-    x.fn for x in (tiles.key_tile_of, tiles.rank_of, tiles.key_blocks, tiles.KeyTile.rows_of_keys)
-)
+key_tile_of, key_blocks = tiles.key_tile_of.fn, tiles.key_blocks.fn
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +19,13 @@ def plain_python(monkeypatch):
     plain = SimpleNamespace(**operations, to_tensor=lambda x: x, int32=int)
     of_packed = dict(PADDING=128, Span=Span, span=span, begun_before=begun_before)
     for name, value in dict(
-        gl=plain, QUERIES=QUERIES, key_blocks=key_blocks, position_at=int, KeyTile=Tile, **of_packed
+        gl=plain,
+        QUERIES=QUERIES,
+        key_blocks=key_blocks,
+        position_at=int,
+        KeyTile=Tile,
+        first_term_of=tiles.first_term_of.fn,
+        **of_packed,
     ).items():
         monkeypatch.setattr(tiles, name, value)
 
@@ -70,9 +74,6 @@ class Tile(NamedTuple):
     queries: Span | None
     first_term: int | None
 
-    def rows_of_keys(self, call):
-        return rows_of_keys(self, call)
-
 
 def call_of(q_len, capacity, offset=0, left=-1, right=-1, keys=128, heads=1, section=1):
     """Of one sequence."""
@@ -93,6 +94,19 @@ def drawn(seed: int) -> SimpleNamespace:
     return call_of(q_len, capacity, offset, left, right, source.choice([128, 256]))
 
 
+@pytest.mark.parametrize("part", range(10))
+def test_every_block_is_visited_by_the_tiles_whose_keys_it_sees(part):
+    for seed in range(1000 * part, 1000 * (part + 1)):
+        call = drawn(seed)
+        by_number = [key_tile_of(i, call) for i in range(key_blocks(call))]
+        assert [x.first // call.KEYS for x in by_number] == list(range(len(by_number)))
+        blocks = -(-call.q_len // QUERIES)
+        assert all(0 <= x.begin < x.end <= blocks for x in by_number)
+        for block in range(blocks):
+            visiting = [x for x in by_number if x.begin <= block < x.end]
+            assert all(x in visiting for x in by_number if sees(call, x, block)), call
+
+
 def sees(call, tile, block: int) -> bool:
     """Whether a query of the block sees a key of the tile."""
     first = block * QUERIES + call.q_start
@@ -103,30 +117,9 @@ def sees(call, tile, block: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_every_turn_is_one_tile_of_those_that_visit_a_block(part):
-    """So that no tile waits for one that never comes; tiles without a turn have nothing to add."""
-    kinds = set()
-    for seed in range(1000 * part, 1000 * (part + 1)):
-        call = drawn(seed)
-        by_number = [key_tile_of(i, call, True) for i in range(key_blocks(call))]
-        assert [x.first // call.KEYS for x in by_number] == list(range(len(by_number)))[::-1]
-        blocks = -(-call.q_len // QUERIES)
-        assert all(0 <= x.begin < x.end <= blocks for x in by_number)
-        for block in range(blocks):
-            visiting = [x for x in by_number if x.begin <= block < x.end]
-            ranks = [rank_of(x, block, call) for x in visiting]
-            turns = [rank for rank in ranks if rank >= 0]
-            assert turns == list(range(len(turns))), call
-            with_turns = [x for x, rank in zip(visiting, ranks, strict=True) if rank >= 0]
-            assert all(x in with_turns for x in by_number if sees(call, x, block)), call
-            kinds.add((len(turns) > 1, len(turns) < len(ranks), call.HAS_LEFT, call.HAS_RIGHT))
-    assert len(kinds) >= 8
-
-
 @pytest.mark.parametrize("seed", range(200))
-def test_turns_of_packed_sequences(seed):
-    """Tokens of no sequence, too, whose tiles write zeros."""
+def test_tiles_of_packed_sequences(seed):
+    """Each key is of one tile; tokens of no sequence, too, whose tiles write zeros."""
     source = random.Random(seed)
     lengths = [source.choice([0, 1, 128, source.randint(2, 700)]) for _ in range(source.randint(1, 6))]  # fmt: skip
     begins_of_keys = [source.choice([0, 50]), *lengths]
@@ -140,42 +133,18 @@ def test_turns_of_packed_sequences(seed):
     ).items():  # fmt: skip
         setattr(call, name, value)
     call.HAS_LEFT, call.HAS_RIGHT = call.left >= 0, call.right >= 0
-    by_number = [key_tile_of(i, call, True) for i in range(key_blocks(call))]
+    by_number = [key_tile_of(i, call) for i in range(key_blocks(call))]
     with_keys = [x for x in by_number if x.first < x.keys.length]
     rows = [x.keys.first + key for x in with_keys for key in range(x.first, min(x.first + call.KEYS, x.keys.length))]  # fmt: skip
     assert sorted(rows) == list(range(call.capacity))
-    for terms in {x.first_term for x in with_keys}:
-        own = [x for x in with_keys if x.first_term == terms]
-        for block in range(max(x.end for x in own)):
-            ranks = [rank_of(x, block, call) for x in own if x.begin <= block < x.end]
-            turns = [rank for rank in ranks if rank >= 0]
-            assert turns == list(range(len(turns))), call
 
 
 @pytest.mark.parametrize("section", [1, 2, 5, 7])
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_numbers_of_a_head_run_from_the_last_keys_on(blocks, section):
+def test_numbers_of_a_head_run_from_the_first_keys_on(blocks, section):
     """Each tile of all heads has one."""
     call = call_of(300, 128 * blocks, heads=7, section=section)
-    for ordered in (False, True):
-        found = [key_tile_of(i, call, ordered) for i in range(7 * blocks)]
-        for head in range(7):
-            first_keys = [x.first for x in found if x.kv_head == head]
-            assert first_keys == sorted((128 * n for n in range(blocks)), reverse=ordered)
-
-
-@pytest.mark.parametrize(("count", "programs"), [(1, 1), (5, 5), (30, 4), (132, 132)])
-def test_the_counter_ends_at_zero(count, programs):
-    """In the ordered form, whichever program takes next: as `_next_number` and `take` count."""
-    source, counter, taken = random.Random(count), 0, []
-    running = list(range(programs))
-    while running:
-        program = source.choice(running)
-        found, counter = counter, counter + 1
-        if found == count + programs - 1:
-            counter = 0
-        taken.append(found)
-        if found >= count:
-            running.remove(program)
-    assert counter == 0
-    assert taken == list(range(count + programs))
+    found = [key_tile_of(i, call) for i in range(7 * blocks)]
+    for head in range(7):
+        first_keys = [x.first for x in found if x.kv_head == head]
+        assert first_keys == [128 * n for n in range(blocks)]
