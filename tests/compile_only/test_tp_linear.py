@@ -29,7 +29,13 @@ from torch_fdattn.dist.tensor_parallel import (
     row_norm,
     tiled_all_reduce,
 )
-from torch_fdattn.ops.gemm import dequantise, swiglu_gemm, tile_product
+from torch_fdattn.ops.gemm import (
+    dequantise,
+    small_m_gemm,
+    small_m_linear,
+    swiglu_gemm,
+    tile_product,
+)
 from torch_fdattn.ops.library import INTERPRET
 
 pytestmark = pytest.mark.skipif(
@@ -77,7 +83,7 @@ def ranks(early: bool = True, capability: tuple[int, int] = (9, 0)):
         for module in (fused_gather, fused_scatter):
             stack.enter_context(mock.patch.object(module, "programs", return_value=132))
         for module in (
-            swiglu_gemm,
+            small_m_gemm,
             gemm_all_reduce,
             lamport_two_shot,
             low_latency,
@@ -226,6 +232,26 @@ def test_products_of_few_rows(rows: int) -> None:
         assert not serialised(text)
         assert "st.global.v4" in text
     assert "ld.volatile.global.v4" in text_of(launches, "gemm_all_reduce", "sm_90")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])  # fmt: skip
+def test_linear_of_few_rows(dtype: torch.dtype) -> None:
+    """As those, and six blocks of weights on their way; what is asked for ahead is before the wait for the launch ahead."""
+    x, weight = meta(16, 4096, dtype=dtype), meta(6144, 4096, dtype=dtype)
+    with ranks(), recorded() as launches:
+        small_m_linear.small_m_linear(x, weight)
+    check(launches, "sm_90")
+    found = resources_of(*launches, ARCHS["sm_90"])
+    assert found.registers <= 64  # 34 by triton 3.7's ptxas
+    assert found.shared >= 6 * 64 * 128 * 2
+    text = text_of(launches, "small_m_linear", "sm_90")
+    assert "wgmma.mma_async.sync.aligned.m64n16k16" in text
+    assert "cp.async.bulk.tensor" in text
+    assert not serialised(text)
+    assert "st.global.v4" in text
+    assert text.index("prefetch.global.L2") < text.index("griddepcontrol.wait")
+    assert text.index("griddepcontrol.wait") < text.index("cp.async.bulk.tensor")
+    assert text.rindex("wgmma.mma_async") < text.index("griddepcontrol.launch_dependents")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])  # fmt: skip

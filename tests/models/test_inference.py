@@ -14,12 +14,12 @@ from tests.engine.tiny import random_model
 from torch_fdattn.dist.tensor_parallel.fused_inference import add_norm, swiglu_linear
 from torch_fdattn.models.inference import FusedAttention, FusedMLP
 from torch_fdattn.models.transformer import MLP
-from torch_fdattn.ops import rotary_kernel, swiglu, swiglu_kernel
+from torch_fdattn.ops import inference_linear, rotary_kernel, swiglu, swiglu_kernel
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.merged_linear import can_merge, merge_linears
 
 pytestmark = pytest.mark.interpreter
-NORM, PRODUCT = "tensor_parallel/row_norm", "gemm/swiglu"
+NORM, PRODUCT, FEW = "tensor_parallel/row_norm", "gemm/swiglu", "gemm/small_m_linear"
 
 
 def draw(*shape: int, device, dtype=torch.float16) -> torch.Tensor:
@@ -187,6 +187,30 @@ def test_models_compute_the_same(kernel_device, monkeypatch, architecture: str) 
     assert torch.equal(again, expected)
     exact = copy.deepcopy(model).cpu().double()(tokens.cpu())  # float64 runs on CPUs only
     check(found.cpu(), expected.cpu(), exact)
+
+
+def test_products_of_few_rows(kernel_device, monkeypatch) -> None:
+    """q k v, o and down by the kernel, where that is better, in the inference form alone; logits never."""
+    from torch_fdattn.ops.gemm import small_m_linear
+
+    model = random_model(kernel_device, "qwen3").half().requires_grad_(False)
+    tokens, weight = torch.arange(12, device=kernel_device).view(2, 6), model.layers[0].self_attn.q_proj.weight  # fmt: skip
+    if not small_m_linear.fits(weight[:12], weight):
+        pytest.skip("needs a CUDA device of sm_90")
+    fused, expected = model.for_inference(), model(tokens)
+    exact = copy.deepcopy(model).cpu().double()(tokens.cpu())
+    before, blocks = launches[FEW], len(model.layers)
+    fused(tokens)
+    assert launches[FEW] == before  # of sizes that were not measured
+    monkeypatch.setattr(inference_linear, "is_better_at_small_m", lambda *_: True)
+    columns = products(monkeypatch)
+    found = fused(tokens)
+    assert launches[FEW] == before + 3 * blocks
+    assert columns[:-1] == [96] * blocks  # gate and up
+    check(found.cpu(), expected.cpu(), exact)
+    assert torch.equal(model(tokens), expected)
+    fused(tokens.repeat(2, 1))  # 24 rows
+    assert launches[FEW] == before + 3 * blocks
 
 
 def test_both_see_what_is_written(device) -> None:

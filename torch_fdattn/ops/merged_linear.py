@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from torch_fdattn.ops.inference_linear import inference_linear
 
 
 class MergedLinear(nn.Module):
@@ -27,7 +28,7 @@ class MergedLinear(nn.Module):
         self.sizes = tuple(sizes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
+        return inference_linear(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
 
     def linears(self) -> list[nn.Linear]:
         """The layers again, each over its rows of the merged weight."""
@@ -143,13 +144,14 @@ def frozen_parameter(x: Tensor) -> nn.Parameter:
     return nn.Parameter(x.detach(), requires_grad=False)
 
 
-def frozen_copy(module: nn.Module) -> nn.Module:
+def frozen_copy(module: nn.Module, kind: type[nn.Module] | None = None) -> nn.Module:
     """A module of the same type and attributes, without its hooks, whose parameters are frozen and over the same memory.
 
-    A module with submodules is returned itself."""
+    A module with submodules is returned itself. kind: a type with the attributes of the module's, to have in its place."""
     if module._modules:
         return module
-    made = type(module).__new__(type(module))
+    kind = kind or type(module)
+    made = kind.__new__(kind)
     nn.Module.__init__(made)
     own = {name: value for name, value in vars(module).items() if name not in vars(made)}
     vars(made).update(own, training=module.training)

@@ -1,4 +1,4 @@
-"""Tensor-parallel matmuls by their strategies, as rank 1 of 4 (or 2), and the products with SwiGLU.
+"""Tensor-parallel matmuls by their strategies, as rank 1 of 4 (or 2), the products with SwiGLU, and those of few rows.
 
 On the meta device: copies and BLAS's products happen nowhere.
 """
@@ -21,7 +21,7 @@ from torch_fdattn.dist.tensor_parallel import (
     row_norm,
     tiled_all_reduce,
 )
-from torch_fdattn.ops.gemm import dequantise, swiglu_gemm
+from torch_fdattn.ops.gemm import dequantise, small_m_linear, swiglu_gemm
 
 _FP32 = torch.float32
 K, N = 5120, 12800
@@ -142,6 +142,9 @@ def products() -> Iterator[Call]:
     for rows in (16, 128, 4096):
         given = dict(x=meta(rows, K), weight=meta(2 * N, K))
         yield Call(f"swiglu_gemm/{rows}", swiglu_gemm.silu_mul_linear, given, ("y",))
+    for rows in (1, 16):
+        given = dict(x=meta(rows, 4096), weight=meta(6144, 4096))
+        yield Call(f"small_m_linear/{rows}", small_m_linear.small_m_linear, given, ("y",))
     weight, scale = meta(K, 6400, dtype=torch.float8_e4m3fn), meta(K, dtype=_FP32)
     given = dict(weight=weight, scale=scale, out=meta(K, 6400))
     yield Call("dequantise/e4m3", dequantise.convert, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
-from tests.mutants.faults.runs import CPU, FRAMEWORK, INFERENCE, PREPARED, REFERENCE
+from tests.mutants.faults.runs import CPU, FRAMEWORK, INFERENCE, PREPARED, REFERENCE, SMALL_M
 
 _KERNELS = "torch_fdattn/ops"
 FAULTS = (
@@ -64,6 +64,14 @@ FAULTS = (
     Fault(
         "SwiGLU by a kernel where it is differentiated", f"{_KERNELS}/swiglu.py",
         "is_compiling() or not can_call_kernel(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
+    ),
+    Fault(
+        "a linear layer by a kernel where it is differentiated", f"{_KERNELS}/gemm/small_m_gemm.py",
+        "is_autocast_enabled(x.device.type) and can_call_kernel(x, weight)", "is_autocast_enabled(x.device.type)", SMALL_M,
+    ),
+    Fault(
+        "columns beyond the weight stored", f"{_KERNELS}/gemm/small_m_gemm.py",
+        "mask=(rows < m)[:, None] & (columns < n)[None, :]", "mask=(rows < m)[:, None] & (columns >= 0)[None, :]", SMALL_M,
     ),
     Fault(
         "a norm of another tensor", "torch_fdattn/dist/tensor_parallel/fused_inference.py",

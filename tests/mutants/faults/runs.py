@@ -122,6 +122,7 @@ MATMULS = Tests(
     ranks=2,
 )
 INFERENCE = Tests("inference form", ("tests/models/test_inference.py",), interpret=True)
+SMALL_M = Tests("linear layers of few rows", ("tests/ops/test_small_m_linear.py",), interpret=True)
 TP_INFERENCE = Tests(
     "tensor-parallel inference form", ("tests/dist/test_tp_inference.py",), ranks=2
 )

@@ -10,11 +10,22 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.one_byte import unquantised
-from torch_fdattn.ops.gemm.tile_product import Tile, has_large_shared_memory, product
-from torch_fdattn.ops.launch import power_of_two
-from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.gemm.tile_product import (
+    Tile,
+    describable,
+    describes,
+    has_large_shared_memory,
+    operands,
+    product,
+    triton_dtype,
+)
+from torch_fdattn.ops.launch import cdiv, power_of_two
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Blocks of features whose sum is added to others'.
 SUMMED = tl.constexpr(4)
@@ -63,12 +74,20 @@ def prefetch(w_ptr, first_column, n, k, stride, BLOCK_N: tl.constexpr, AHEAD: tl
     )  # fmt: skip
 
 
+@triton.jit
+def store_columns(y_ptr, y, first_column, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes y (BLOCK_M, BLOCK_N) to the columns from first_column on of a matrix (m, n)."""
+    rows, columns = tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+    at = rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(y_ptr + at, y, mask=(rows < m)[:, None] & (columns < n)[None, :])
+
+
 #: Bytes of a weight's row that a program asks for before the launch ahead of it has ended, which waits for the wire
 #: meanwhile. Two H100, 128 rows: 1 KiB takes 0.4 to 0.9 µs less than none; 4 KiB 5 µs more where a device has places left.
 AHEAD = 1024
 
 
-def tile_for(rows: int, like: torch.Tensor) -> Tile:
+def tile_for(rows: int, like: Tensor) -> Tile:
     """m: the weight's rows, which are y's columns; n: all rows of x. As many stages as fit into shared memory: 80
     programs on 132 SMs are the faster the more each of them has in flight, to the last one that fits.
 
@@ -86,3 +105,37 @@ def tile_for(rows: int, like: torch.Tensor) -> Tile:
 def smaller(tile: Tile) -> Tile:
     """Of what is loaded by pointers, and for devices with less shared memory."""
     return tile if INTERPRET else tile._replace(k=min(tile.k, 64), stages=3)
+
+
+def is_described(x: Tensor, weight: Tensor) -> bool:
+    """Whether x (M, K) times weight (N, K) is a product of one 16-bit dtype, loaded by descriptors."""
+    dtypes = (torch.float16,) if INTERPRET else (torch.float16, torch.bfloat16)
+    return (
+        (x.is_cuda or INTERPRET)
+        and x.dtype == weight.dtype
+        and x.device == weight.device
+        and x.shape[1] == weight.shape[1]
+        and x.dtype in dtypes
+        and len(x) > 0
+        and describes(x.device, x.dtype)
+        and describable(x)
+        and describable(weight)
+    )
+
+
+def can_bypass_torch(x: Tensor, weight: Tensor) -> bool:
+    """Whether no gradient, mode or autocast needs torch's own ops."""
+    return not torch.is_autocast_enabled(x.device.type) and can_call_kernel(x, weight)
+
+
+def launch_by_columns(kernel, y: Tensor, x: Tensor, weight: Tensor, tile: Tile) -> None:
+    """A program for each tile.m columns of y (M, N), of x and weight that `is_described`; the weight's first bytes are
+    asked for before the launch ahead has ended."""
+    (m, k), n = x.shape, y.shape[1]
+    (w,), few, _ = operands((weight,), x, tile)
+    pdl = uses_pdl(x)
+    launch(
+        kernel, cdiv(n, tile.m),
+        y, few, w, weight, weight.stride(0), m, n, k, triton_dtype(x.dtype), tile.n, tile.m, tile.k, tile.stages,
+        pdl, AHEAD if pdl else 0, num_warps=tile.warps, **pdl_option(pdl),
+    )  # fmt: skip
