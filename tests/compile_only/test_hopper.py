@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.compile_only.compiled import compile_launch, nvidia_usage
 from tests.compile_only.launches import Launch, meta
+from tests.compile_only.loops import step_loops
 from tests.compile_only.targets import ARCHS
 from tests.compile_only.uniform_registers import disassembled
 from tests.compile_only.wgmma_registers import early_writes
@@ -94,6 +95,20 @@ def test_compiles_with_changed_scores(mask, head_dim):
     scores = Scores(30.0, meta(2, 8), meta(8, dtype=torch.bfloat16))
     compiled = compile_launch(launch_of(head_dim, mask, scores=scores), ARCHS["sm_90"])
     check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+
+
+def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
+    """A multiplication and an addition, where two sides of a row want a distance first."""
+    slopes = Scores(0.0, meta(2, 8))
+    steps = {}
+    for name, scores in (("plain", NO_SCORES), ("ALiBi", slopes)):
+        compiled = compile_launch(launch_of(128, "causal", scores=scores), ARCHS["sm_90"])
+        sass = disassembled(compiled.asm["cubin"])
+        check_spills(compiled, sass, 128)
+        steps[name] = max(step_loops(sass), key=len)
+    more = {x: steps["ALiBi"].count(x) - steps["plain"].count(x) for x in ("FFMA", "FADD", "FMUL")}
+    assert more["FFMA"] == 64  # scores of a thread: 64 rows by 128 keys in 128 threads
+    assert more["FADD"] + more["FMUL"] <= 4
 
 
 @pytest.mark.slow

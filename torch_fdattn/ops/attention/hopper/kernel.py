@@ -56,12 +56,12 @@ def attention_forward_kernel(
     softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
     page_table, table_stride, table_step,
     KEYS: gl.constexpr, PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_blocks.block_type.shape[3]
     call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
-    changes = Scores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head)  # fmt: skip
+    changes = Scores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head, BIAS_FIRST)  # fmt: skip
     Q_SLOTS: gl.constexpr = GROUPS if PARTS * D > 128 else 2 * GROUPS
     slots = slots_of(q_blocks, v_blocks, Q_SLOTS, KEYS, PARTS)
     if out_blocks.dtype == gl.float32 or (
@@ -215,10 +215,16 @@ def _attend(
 def _scores(q, slots, step, SCORES: gl.constexpr):
     """QK of a step, issued."""
     KEYS: gl.constexpr = slots.k.shape[3]
-    scores = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    return _add_scores(q, slots, step, zeros, False)
+
+
+@gluon.jit
+def _add_scores(q, slots, step, scores, USE_FIRST: gl.constexpr):
+    """What is added to scores counts where USE_FIRST; else these are zeros, which no instruction writes."""
     for part in gl.static_range(slots.PARTS):
         k = slots.keys_of(step, part).permute((1, 0))
-        scores = warpgroup_mma(q[part], k, scores, use_acc=part > 0, is_async=True)
+        scores = warpgroup_mma(q[part], k, scores, use_acc=USE_FIRST or part > 0, is_async=True)
     return scores
 
 
@@ -281,14 +287,16 @@ def _step(
     """
     KEYS: gl.constexpr = call.KEYS
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    scores = _scores(q, slots, step, SCORES)
+    position = row + tile.offset
+    start = changes.start(slope, position, block * KEYS, KEYS, SCORES)
+    scores = _add_scores(q, slots, step, start, changes.BIAS_FIRST)
     slots.wait_for_values(step)
     acc = _add_values(p, slots, step, acc)
     # Waits for QK alone.
     waited = _wait_for(slots.PARTS, p, (scores,) + acc)  # noqa: RUF005
     scores, acc = waited[0], waited[1:]
     slots.release_keys(step)
-    scores = changes.change(scores, scale, slope, row + tile.offset, block * KEYS)
+    scores = changes.changed(scores, scale, slope, position, block * KEYS)
     if (call.HAS_LEFT or call.HAS_RIGHT) and hidden:
         scores = hide(scores, tile, row, block, call, SCORES)
     new_top = gl.maximum(top, row_max(scores, KEYS, EACH_ROW))

@@ -110,6 +110,13 @@ def forward_launch(
     in_registers = scales is None and (
         head_dim <= 64 or (head_dim <= 128 and mask.window_left < 0 and aligned)
     )
+    # A distance is a difference there. A cap comes between product and bias; sums of products of 8 bits have fewer bits.
+    bias_first = (
+        scores.alibi_slopes is not None
+        and mask.window_right == 0
+        and not scores.softcap
+        and scales is None
+    )
     blocks, sequences, begins = cdiv(q_len, tile_rows) * batch, batch, (None, None)
     if packed is not None:
         blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
@@ -130,7 +137,7 @@ def forward_launch(
         scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences),
         scores.sinks, None if scores.sinks is None else scores.sinks.stride(0), *pages,
         KEYS=keys, PARTS=parts, HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0, RAGGED=ragged,
-        Q_IN_REGISTERS=in_registers, num_warps=4,
+        Q_IN_REGISTERS=in_registers, BIAS_FIRST=bias_first, num_warps=4,
     )  # fmt: skip
 
 

@@ -31,11 +31,12 @@ class Scores:
     LOG2_OF_LARGEST: (
         gl.constexpr
     )  # of a row's weights: of e4m3, whose largest number is 448, as many bits as there are
+    BIAS_FIRST: gl.constexpr  # whether there are slopes, and a product can be added to their bias
 
     @gluon.constexpr_function
     def __init__(
         self, scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head,
-        sinks, sink_of_head,
+        sinks, sink_of_head, BIAS_FIRST=False,
     ):  # fmt: skip
         def none(x):
             return gl.constexpr(None) if x is None else x
@@ -51,6 +52,7 @@ class Scores:
         self.sinks = none(sinks)
         self.sink_of_head = none(sink_of_head)
         self.LOG2_OF_LARGEST = gl.constexpr(0.0 if q_scales is None else 8.0)
+        self.BIAS_FIRST = gl.constexpr(BIAS_FIRST)
 
     @gluon.jit
     def scale_of(self, tile, call):
@@ -103,6 +105,22 @@ class Scores:
         return scores
 
     @gluon.jit
+    def start(self, slope, row, first_key, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+        """What QK of rows and keys is added to: where no row sees a later key, ALiBi's bias, an instruction a score less."""
+        start = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
+        if self.BIAS_FIRST:
+            start = scaled_distances(start, row - first_key, slope)
+        return start
+
+    @gluon.jit
+    def changed(self, scores, scale, slope, row, first_key):
+        """As `change`, of QK that was added to `start`."""
+        if self.BIAS_FIRST:
+            return scores
+        else:
+            return self.change(scores, scale, slope, row, first_key)
+
+    @gluon.jit
     def change(self, scores, scale, slope, row, first_key):
         """QK of rows from the position `row` on and of keys from the position `first_key` on, capped and biased."""
         return self.biased(self.capped(scores, scale), slope, row, first_key)
@@ -142,7 +160,21 @@ def _reciprocal(x):
 
 @gluon.jit
 def distances(scores, row):
-    """Position of a key less that of a row, of rows from `row` on and keys from 0 on.
+    """Position of a key less that of a row, of rows from `row` on and keys from 0 on."""
+    near, eights = _parts_of_distances(scores, row)
+    return _as_scores(near + eights, scores)
+
+
+@gluon.jit
+def scaled_distances(scores, row, factor):
+    """The same times a factor, rounded twice: a multiplication with a constant and an addition are one instruction."""
+    near, eights = _parts_of_distances(scores, row)
+    return _as_scores(near * factor + eights * factor, scores)
+
+
+@gluon.jit
+def _parts_of_distances(scores, row):
+    """Of the first eight columns, and how far each eight is behind them: (64, 1, 8) and (1, N / 8, 1).
 
     A thread's columns are 8 apart: all but one conversion to floating point are the compiler's.
     """
@@ -159,5 +191,9 @@ def distances(scores, row):
     unit = gl.arange(0, 8, layout=units).to(gl.float32)
     eight = (gl.arange(0, N // 8, layout=eights) * 8).to(gl.float32)
     near = gl.expand_dims(gl.expand_dims(unit, 0), 1) - gl.expand_dims(gl.expand_dims(rows, 1), 2)
-    found = near + gl.expand_dims(gl.expand_dims(eight, 0), 2)
-    return gl.convert_layout(found.reshape([ROWS, N]), scores.type.layout, assert_trivial=True)
+    return near, gl.expand_dims(gl.expand_dims(eight, 0), 2)
+
+
+@gluon.jit
+def _as_scores(apart, scores):
+    return gl.convert_layout(apart.reshape(scores.shape), scores.type.layout, assert_trivial=True)
