@@ -222,7 +222,7 @@ def layers(kind: str) -> list[Layer]:
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
     if kind == "overlays":
-        return [Layer("other packages and versions", ("tests", "-m", "overlay"))]
+        return [Layer("other packages and versions", (*_NOT_DISTRIBUTED, "-m", "overlay"))]
     if kind == "browser":
         return [Layer("the page in Chromium", ("tests/server/page_in_browser.py",))]
     if kind == "vllm":
