@@ -89,10 +89,11 @@ def check_spills(compiled, sass: str, head_dim: int, most: int = 0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("mask", ["causal", "lengths"])
-def test_compiles_with_changed_scores(mask, head_dim):
-    """Softcap, ALiBi and sinks at once."""
-    scores = Scores(30.0, meta(2, 8), meta(8, dtype=torch.bfloat16))
+@pytest.mark.parametrize("mask", ["causal", "lengths", "window"])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_compiles_with_changed_scores(softcap, mask, head_dim):
+    """ALiBi and sinks at once, and a softcap, without which ALiBi's bias comes first."""
+    scores = Scores(softcap, meta(2, 8), meta(8, dtype=torch.bfloat16))
     compiled = compile_launch(launch_of(head_dim, mask, scores=scores), ARCHS["sm_90"])
     check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
 
@@ -113,10 +114,14 @@ def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("mask", [Mask(), Mask(meta(4, **INT), meta(4, **INT), window_right=0)])
-def test_compiles_for_packed_sequences(mask, head_dim):
+@pytest.mark.parametrize(
+    "mask",
+    [Mask(), Mask(window_right=0), Mask(meta(4, **INT), meta(4, **INT), window_right=0)],
+)
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_compiles_for_packed_sequences(softcap, mask, head_dim):
     q, k = (meta(1, h, 5000, head_dim, dtype=torch.bfloat16) for h in (8, 2))
-    options = AttentionOptions(mask, 1.0, Scores(30.0, meta(4, 8), meta(8)))
+    options = AttentionOptions(mask, 1.0, Scores(softcap, meta(4, 8), meta(8)))
     packed = Packed(meta(5, **INT), meta(5, **INT))
     made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
     launch = Launch(made.kernel, made.arguments, made.options)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fdattn.ops import inference_linear as module
 from torch_fdattn.ops.inference_linear import inference_linear, is_better_at_small_m
@@ -158,6 +159,9 @@ def test_where_torch_does_it(kernel_device, always_better) -> None:
         assert inference_linear(x, weight).dtype == torch.bfloat16
     compiled = torch.compile(inference_linear, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight), F.linear(x, weight))
+    with FakeTensorMode():
+        fake = torch.empty(4, 4096, device="cuda"), torch.empty(4096, 4096, device="cuda")
+        assert inference_linear(*fake).shape == (4, 4096)
     batched = torch.func.vmap(inference_linear, in_dims=(0, None))(x, weight)
     torch.testing.assert_close(batched, F.linear(x, weight))
     with pytest.raises(RuntimeError):

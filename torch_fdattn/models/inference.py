@@ -4,7 +4,7 @@ A block's kernels on one GPU, besides the cache and attention:
 
     q, k, v · norms and rotation · o · add + norm · gate, up · SwiGLU (or in the product before it) · down · add + norm
 
-q, k, v, o and down of up to 16 rows are products of our own where these were measured to take less time than BLAS's
+q, k, v, o and down of up to 16 rows are products of our own where these take less time than BLAS's
 (`torch_fdattn.ops.inference_linear`). With tensor parallelism an all-reduce of our own takes the add + norm behind it
 into its launch (`torch_fdattn.dist.tensor_parallel.inference`).
 

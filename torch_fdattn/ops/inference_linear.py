@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.launch import NUM_SMS
-from torch_fdattn.ops.library import INTERPRET
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel
 
 #: Rows of x up to which `ops/gemm/small_m_linear.py` does it; at 128 rows BLAS takes less.
 MAX_ROWS = 16
@@ -34,8 +34,8 @@ def is_better_at_small_m(rows: int, outputs: int, features: int, device: torch.d
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: `torch.nn.functional.linear`, which does it wherever the kernel was not measured to take less
-    time (`is_better_at_small_m`), or cannot run: on CPUs, with a bias, gradients, torch.compile or autocast, in other
+    """``x @ weight.T + bias``: `torch.nn.functional.linear`, which does it wherever the kernel is not known or expected to take
+    less time (`is_better_at_small_m`), or cannot run: on CPUs, with a bias, gradients, torch.compile or autocast, in other
     dtypes than 16-bit ones, of rows or weights with gaps between their elements or at odd addresses.
 
     By the kernel, a row's bits depend on that row and the weight alone.
@@ -55,7 +55,10 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         >>> inference_linear(torch.ones(2, 3, 8), torch.ones(12, 8)).shape
         torch.Size([2, 3, 12])
     """
-    if bias is None and (x.is_cuda or INTERPRET) and not torch.compiler.is_compiling():
+    is_eager = bias is None and (x.is_cuda or INTERPRET) and not torch.compiler.is_compiling()
+    if is_eager and can_call_kernel(
+        x, weight
+    ):  # before the device is asked, which of a fake tensor is none
         sizes = x.shape[:-1].numel(), len(weight), x.shape[-1]
         if is_better_at_small_m(*sizes, x.device):
             from torch_fdattn.ops.gemm import small_m_linear  # imports triton

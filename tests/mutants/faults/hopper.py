@@ -57,6 +57,10 @@ FAULTS = (
         "if inside < QUERIES:", "if inside < 0:", HOPPER_PACKED_ON_GPU,
     ),
     Fault(
+        "products in order that nobody waits for", f"{_BACKWARD}/kernel.py",
+        "warpgroup_mma_wait(1, deps=waited)", "warpgroup_mma_wait(2, deps=waited)", HOPPER_BACKWARD,
+    ),
+    Fault(
         "a tile's first queries that it leaves out", f"{_BACKWARD}/tiles.py",
         "begin = gl.minimum(low, last) // QUERIES", "begin = gl.minimum(low + QUERIES - 1, last) // QUERIES", HOPPER_TILES,
     ),

@@ -102,8 +102,9 @@ def test_packed_sequences(lens, kv_lens, causal, head_dim):
     packed = Packed(int32(*ends, device="cuda"), kv_lens and int32(*kv_ends, device="cuda"))
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[1:3], torch.nan, device="cuda")
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    sinks = torch.randn(4, device="cuda")
-    options = AttentionOptions(Mask(window_right=0 if causal else -1), head_dim**-0.5, Scores(sinks=sinks))  # fmt: skip
+    sinks, slopes = torch.randn(4, device="cuda"), torch.rand(4, device="cuda") / 8
+    scores = Scores(alibi_slopes=slopes, sinks=sinks)
+    options = AttentionOptions(Mask(window_right=0 if causal else -1), head_dim**-0.5, scores)
     run((forward_launch(q, k, v, options, out, lse, counter, packed),))
     assert counter.item() == 0
     for x in (out[:, :, :5], out[:, :, ends[-1] :]):
@@ -115,7 +116,8 @@ def test_packed_sequences(lens, kv_lens, causal, head_dim):
         if first == end:
             continue
         own = q[:, :, first:end], *(x[:, :, first_key:end_key] for x in (k, v))
-        exact, exact_lse = attention_oracle(*(x.double() for x in own), causal=causal, sinks=sinks)
+        given = dict(causal=causal, sinks=sinks, alibi_slopes=slopes)
+        exact, exact_lse = attention_oracle(*(x.double() for x in own), **given)
         torch.testing.assert_close(lse[:, first:end].double(), exact_lse[0], rtol=1e-3, atol=1e-3)
         error = (out[:, :, first:end].double() - exact).norm()
         assert error <= 4e-3 * exact.norm()
@@ -210,10 +212,10 @@ def test_two_streams():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "lengths"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "lengths", "far positions"])
 @pytest.mark.parametrize("feature", ["softcap", "ALiBi", "slopes of sequences", "sinks", "all"])
 def test_changed_scores(feature, mask, head_dim):
-    """Also of rows that see no key: their lse is the sink."""
+    """Also of rows that see no key, whose lse is the sink, and of queries far behind all keys."""
     q, k, v = (normal(2, h, n, head_dim) for h, n in ((4, 300), (2, 700), (2, 700)))
     options, lens = dict(causal=True), None
     match mask:
@@ -223,6 +225,8 @@ def test_changed_scores(feature, mask, head_dim):
             options = dict(window=(200, 0))
         case "lengths":
             lens = [0, 517]
+        case "far positions":
+            options["q_start"] = [100_000, 5]
     if feature in ("softcap", "all"):
         options["softcap"] = 1.5
     if feature in ("ALiBi", "all"):
@@ -234,6 +238,8 @@ def test_changed_scores(feature, mask, head_dim):
     exact, exact_lse = attention_oracle(q.double(), k.double(), v.double(), lens, **options)
     if lens is not None:
         options["kv_lens"] = int32(*lens, device="cuda")
+    if "q_start" in options:
+        options["q_start"] = int32(*options["q_start"], device="cuda")
     (out, lse), made = launched(q, k, v, **options)
     assert made == HERE
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3, atol=1e-3)

@@ -216,14 +216,15 @@ def test_strides():
 
 
 @HEAD_DIMS
-def test_exact_gradients_of_v(head_dim):
+@ORDERED
+def test_exact_gradients_of_v(ordered, head_dim):
     """Of equal weights and small integers nothing is rounded: registers that wgmma reads too late would show."""
     q, k = torch.zeros(2, 8, 2048, head_dim, device="cuda").bfloat16(), normal(2, 2, 2048, head_dim)
     out, lse = attend(q, k, torch.zeros_like(k))
     dout = torch.randint(-8, 9, q.shape, device="cuda").bfloat16()
     expected = (dout.double().unflatten(1, (2, 4)).sum((2, 3), keepdim=True) / 2048).expand(2, 2, 1, 2048, head_dim)[:, :, 0]  # fmt: skip
     for _ in range(100):
-        dq, dk, dv = gradients(dout, None, q, k, torch.zeros_like(k), out, lse)
+        dq, dk, dv = gradients(dout, None, q, k, torch.zeros_like(k), out, lse, ordered=ordered)
         assert torch.equal(dv, expected.bfloat16())
         assert (dq == 0).all()
         assert (dk == 0).all()

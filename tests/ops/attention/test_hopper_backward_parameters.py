@@ -87,10 +87,12 @@ def test_slopes_of_all_sequences(queries, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_in_order(head_dim):
+@pytest.mark.parametrize(("window", "lens"), [((-1, 0), None), ((-1, -1), LENS), ((100, 0), None)])
+def test_in_order(window, lens, head_dim):
+    sinks = torch.randn(HEADS, device="cuda").requires_grad_()
     torch_fdattn.set_deterministic(True)
     try:
-        check_call(head_dim, (-1, 0), None, HERE, 700, ordered=True, alibi_slopes=slopes_of(HEADS))
+        check_call(head_dim, window, lens, HERE, 700, ordered=True, alibi_slopes=slopes_of(2, HEADS), sinks=sinks)  # fmt: skip
     finally:
         torch_fdattn.set_deterministic(False)
 

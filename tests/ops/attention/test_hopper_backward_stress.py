@@ -11,6 +11,7 @@ from tests.ops.attention.exact_inputs import (
     backward_of,
     exact_gradients,
     exact_slope_gradients,
+    in_order,
     normal,
     selecting,
     slopes_backward_of,
@@ -38,6 +39,14 @@ EACH_FORM = pytest.mark.parametrize(
 )
 
 
+#: Of head dim 256 each gradient has one order anyway.
+IN_ORDER = pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+
+
+def same(call):
+    return call
+
+
 def kernel_of(form: Form) -> str:
     return f"{'varlen_' if form.layout == 'packed' else ''}attention_backward/hopper"
 
@@ -45,30 +54,35 @@ def kernel_of(form: Form) -> str:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 4])
 @EACH_FORM
-def test_a_thousand_exact_gradients(form, head_dim, kv_heads, dtype):
+@IN_ORDER
+def test_a_thousand_exact_gradients(ordered, form, head_dim, kv_heads, dtype):
     """dQ too: sums without rounding are the same in any order."""
     form, calls = FORMS[form], []
+    form_of = in_order if ordered else same
     for _ in range(3):
         sequences = selecting(form, head_dim, HEADS, kv_heads, "cuda", largest=1)
         douts = sparse_gradients(sequences)
         expected = [x.to(dtype) for x in exact_gradients(form, sequences, douts)]
         assert all(x.any() for x in expected)
-        calls.append(Checked(backward_of(form, sequences, douts, dtype), expected))
+        calls.append(Checked(form_of(backward_of(form, sequences, douts, dtype)), expected))
     repeated(kernel_of(form), calls, 1000)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("form", [x for x in FORMS if x != "packed"])
-def test_exact_gradients_of_slopes(form, head_dim):
+@IN_ORDER
+def test_exact_gradients_of_slopes(ordered, form, head_dim):
     """With those of q, k and v: sums over all of a warp's keys and all blocks of queries, which rounds none of them."""
     form, calls = FORMS[form], []
+    form_of = in_order if ordered else same
     for _ in range(2):
         sequences = selecting(form, head_dim, HEADS, HEADS // 4, "cuda", largest=1)
         douts = sparse_gradients(sequences)
         expected = [x.bfloat16() for x in exact_gradients(form, sequences, douts)]
         expected.append(exact_slope_gradients(form, sequences, douts))
         assert all(x.any() for x in expected)
-        calls.append(Checked(slopes_backward_of(form, sequences, douts, torch.bfloat16), expected))
+        call = slopes_backward_of(form, sequences, douts, torch.bfloat16)
+        calls.append(Checked(form_of(call), expected))
     repeated(kernel_of(form), calls, 200)
 
 

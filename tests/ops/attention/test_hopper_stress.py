@@ -86,7 +86,8 @@ def test_same_bits_of_float8(form, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("form", ["causal", "packed, causal"])
-def test_same_bits_of_changed_scores(form, head_dim):
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_same_bits_of_changed_scores(softcap, form, head_dim):
     slopes, sinks = torch.rand(HEADS, device="cuda") / 8, torch.randn(HEADS, device="cuda")
-    options = dict(softcap=1.5, alibi_slopes=slopes, sinks=sinks)
+    options = dict(softcap=softcap, alibi_slopes=slopes, sinks=sinks)
     check_bits(FORMS[form], head_dim, torch.bfloat16, **options)

@@ -327,7 +327,7 @@ def test_many_short_sequences_are_the_portable_kernels():
     assert gradients(out, torch.randn_like(out[0]), q, k, v)[1] == PORTABLE
 
 
-def test_ordered_sums_where_lengths_do_not_grow():
+def test_in_order_where_lengths_do_not_grow():
     """Whatever comes out, it comes."""
     q, k, v = (normal(400, h, 128).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
     out = torch_fdattn.varlen_attention(

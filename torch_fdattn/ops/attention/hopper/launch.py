@@ -110,10 +110,12 @@ def forward_launch(
     in_registers = scales is None and (
         head_dim <= 64 or (head_dim <= 128 and mask.window_left < 0 and aligned)
     )
-    # A distance is a difference there. A cap comes between product and bias; sums of products of 8 bits have fewer bits.
+    # A distance is a difference there, and small for keys that count: tensor cores lose bits of what they add to a large
+    # bias, which positions may give to all keys. A cap comes between product and bias.
     bias_first = (
         scores.alibi_slopes is not None
         and mask.window_right == 0
+        and mask.q_start is None
         and not scores.softcap
         and scales is None
     )

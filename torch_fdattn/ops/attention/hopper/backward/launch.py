@@ -1,4 +1,4 @@
-"""The launches of Hopper's backward: terms of rows, the sweep over keys, and dQ of its sums."""
+"""The launches of Hopper's backward: terms of rows, the sweep over keys, and dQ of its sums; or gradients by themselves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def gives(score_grads: Scores, q: Tensor, options: AttentionOptions, packed: Pac
 
 
 def _takes_packed(q: Tensor, packed: Packed) -> bool:
-    """Up to head dim 128, and where the padding of each sequence's sums of dQ is no memory to speak of."""
+    """Up to head dim 128, and where the padding of each sequence's sums of dQ is no memory to speak of; the ordered form,
+    which has none, takes the same calls.
+    """
     padding = (packed.sequences + 2) * PADDING.value
     is_small = padding <= max(2 * q.shape[2], 4096)
     return packed.page_table is None and q.shape[3] <= HEAD_DIMS[-1] and is_small
