@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.launch import NUM_SMS
-from torch_fdattn.ops.library import INTERPRET, can_call_kernel
+from torch_fdattn.ops.library import INTERPRET, can_bypass_torch
 
 #: Rows of x up to which `ops/gemm/small_m_linear.py` does it; at 128 rows BLAS takes less.
 MAX_ROWS = 16
@@ -55,16 +55,15 @@ def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         >>> inference_linear(torch.ones(2, 3, 8), torch.ones(12, 8)).shape
         torch.Size([2, 3, 12])
     """
-    is_eager = bias is None and (x.is_cuda or INTERPRET) and not torch.compiler.is_compiling()
-    if is_eager and can_call_kernel(
-        x, weight
-    ):  # before the device is asked, which of a fake tensor is none
+    may_be_ours = bias is None and (x.is_cuda or INTERPRET) and not torch.compiler.is_compiling()
+    # Before the device is asked, which of a fake tensor is none.
+    if may_be_ours and can_bypass_torch(x, weight):
         sizes = x.shape[:-1].numel(), len(weight), x.shape[-1]
         if is_better_at_small_m(*sizes, x.device):
             from torch_fdattn.ops.gemm import small_m_linear  # imports triton
 
             rows = x.reshape(-1, x.shape[-1])
-            if small_m_linear.can_launch_directly(rows, weight):
+            if small_m_linear.fits(rows, weight):
                 y = small_m_linear.small_m_linear(rows, weight)
                 return y.view(*x.shape[:-1], y.shape[-1])
     return F.linear(x, weight, bias)

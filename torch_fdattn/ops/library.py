@@ -90,6 +90,11 @@ def can_call_kernel(*tensors: Tensor | None) -> bool:
     return tensors[0].is_cuda or tensors[0].is_cpu
 
 
+def can_bypass_torch(x: Tensor, weight: Tensor) -> bool:
+    """Whether no gradient, mode or autocast needs torch's own product of these."""
+    return not torch.is_autocast_enabled(x.device.type) and can_call_kernel(x, weight)
+
+
 def lie_in_memory(*arguments: object) -> bool:
     """Whether kernels may read the tensors among these as they are: no subclass, no lazy minus sign."""
     return all(

@@ -66,7 +66,7 @@ FAULTS = (
         "is_compiling() or not can_call_kernel(gate, up) or not _fits", "is_compiling() or not _fits", INFERENCE,
     ),
     Fault(
-        "a linear layer by a kernel where it is differentiated", f"{_KERNELS}/gemm/small_m_gemm.py",
+        "a linear layer by a kernel where it is differentiated", f"{_KERNELS}/library.py",
         "is_autocast_enabled(x.device.type) and can_call_kernel(x, weight)", "is_autocast_enabled(x.device.type)", SMALL_M,
     ),
     Fault(

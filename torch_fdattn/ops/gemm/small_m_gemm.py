@@ -24,7 +24,7 @@ from torch_fdattn.ops.gemm.tile_product import (
     triton_dtype,
 )
 from torch_fdattn.ops.launch import cdiv, power_of_two
-from torch_fdattn.ops.library import INTERPRET, can_call_kernel
+from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Blocks of features whose sum is added to others'.
@@ -121,11 +121,6 @@ def is_described(x: Tensor, weight: Tensor) -> bool:
         and describable(x)
         and describable(weight)
     )
-
-
-def can_bypass_torch(x: Tensor, weight: Tensor) -> bool:
-    """Whether no gradient, mode or autocast needs torch's own ops."""
-    return not torch.is_autocast_enabled(x.device.type) and can_call_kernel(x, weight)
 
 
 def launch_by_columns(kernel, y: Tensor, x: Tensor, weight: Tensor, tile: Tile) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.gemm.small_m_gemm import (
-    can_bypass_torch,
     columns_product,
     is_described,
     launch_by_columns,
@@ -43,11 +42,6 @@ def _small_m_linear_kernel(
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether `small_m_linear` can do it."""
     return len(x) <= MAX_ROWS and is_described(x, weight)
-
-
-def can_launch_directly(x: Tensor, weight: Tensor) -> bool:
-    """Whether `small_m_linear` may stand for torch's op: its sizes fit, and no gradient, mode or autocast needs that."""
-    return can_bypass_torch(x, weight) and fits(x, weight)
 
 
 def small_m_linear(x: Tensor, weight: Tensor) -> Tensor:

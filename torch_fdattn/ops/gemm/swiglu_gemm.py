@@ -14,7 +14,6 @@ from torch import Tensor
 from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.gemm import persistent_swiglu_gemm
 from torch_fdattn.ops.gemm.small_m_gemm import (
-    can_bypass_torch,
     is_described,
     launch_by_columns,
     prefetch,
@@ -23,7 +22,7 @@ from torch_fdattn.ops.gemm.small_m_gemm import (
 )
 from torch_fdattn.ops.gemm.tile_product import Tile, has_large_shared_memory
 from torch_fdattn.ops.launch import NUM_SMS, cdiv
-from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.library import INTERPRET, can_bypass_torch, launches
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
 MAX_ROWS = 128
