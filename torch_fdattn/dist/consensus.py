@@ -28,8 +28,8 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Tensor]] = 
 _consensus: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, str | None]] = (
     weakref.WeakKeyDictionary()
 )
-#: Groups in which this rank left a call by an exception where the others may wait for it, and which call that was.
-_left: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+#: Groups in which this rank left a call by an exception where the others may wait for it: which call, the how manieth so.
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, int]] = weakref.WeakKeyDictionary()
 _assumed = threading.local()
 _REFUSED = "what a rank refuses"
 
@@ -78,6 +78,9 @@ def check_equal_on_all_ranks(
     compared = _compared.setdefault(group, {})
     key = tuple(values.items())
     digest = compared.get(key)
+    if group in _left:
+        raise_faults(group_name)
+        _await_after_leaving(group, group_name)
     on_cpu = like.device.type == "cpu"
     every_time = checks.CHECK_VALUES or (on_cpu and not (once or equality_is_assumed()))
     if digest is not None and not every_time:
@@ -85,7 +88,7 @@ def check_equal_on_all_ranks(
     raise_faults(group_name)  # a dead rank would not come to the comparison
     if digest is None:
         digest = _digest(key)
-    if not (on_cpu and _digests_are_equal(group, group_name, digest)):
+    if not (on_cpu and _digests_are_equal(group, digest)):
         _compare(group, values)
     if len(compared) >= _MAX_REMEMBERED:  # on all ranks at once: all have compared the same values
         compared.clear()
@@ -102,13 +105,14 @@ def refuse_on_all_ranks(group_name: str, like: Tensor, message: str) -> NoReturn
 def leaving_by_exceptions(group_name: str, call: str) -> Iterator[None]:
     """A part of a call that the other ranks wait for, without a collective of the group.
 
-    After an exception in it they time out, and come to no comparison; or they had one as well, and come. So this rank's next
-    comparison waits for them no longer than they do.
+    After an exception in it they time out, and come to no call; or they had one as well, and come. So this rank's next
+    call waits for them to say so, on any device, and no longer than they wait: its data would meet that of the call it left.
     """
     try:
         yield
     except BaseException:
-        _left[distributed_c10d._resolve_process_group(group_name)] = call
+        group = distributed_c10d._resolve_process_group(group_name)
+        _left[group] = call, _left.get(group, ("", 0))[1] + 1
         raise
 
 
@@ -171,18 +175,23 @@ def _gather(group: dist.ProcessGroup, value: object) -> list:
     return gathered
 
 
-def _await_after_leaving(work: dist.Work, group_name: str, call: str) -> None:
+def _await_after_leaving(group: dist.ProcessGroup, group_name: str) -> None:
+    """Returns once all ranks have left the same call: by the group's store, since a collective that times out ends NCCL's
+    communicator, and the process with it."""
+    call, count = _left[group]
     limit = timeout_ns() / 1e9
+    store = distributed_c10d._get_process_group_store(group)
+    store.set(f"fdattn/left/{count}/{group.rank()}", call)
     try:
-        work.wait(timedelta(seconds=limit))
+        store.wait([f"fdattn/left/{count}/{rank}" for rank in range(group.size())], timedelta(seconds=limit))
     except RuntimeError as error:
-        rank = dist.get_rank(distributed_c10d._resolve_process_group(group_name))
         raise PeerTimeout(
-            group_name, rank, -1, call, 0,
-            f"rank {rank} left {call} by an exception, and the other ranks of group {group_name!r} did not come to its next "
-            f"call within {limit:g} s: they time out in the one that it left, and raise PeerTimeout; make a new process "
+            group_name, group.rank(), -1, call, 0,
+            f"rank {group.rank()} left {call} by an exception, and the other ranks of group {group_name!r} did not come to its "
+            f"next call within {limit:g} s: they time out in the one that it left, and raise PeerTimeout; make a new process "
             "group to go on",
         ) from error  # fmt: skip
+    del _left[group]
 
 
 def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
@@ -205,13 +214,7 @@ def _digest(key: tuple) -> Tensor:
     return torch.tensor([number])
 
 
-def _digests_are_equal(group: dist.ProcessGroup, group_name: str, digest: Tensor) -> bool:
+def _digests_are_equal(group: dist.ProcessGroup, digest: Tensor) -> bool:
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
-    call = _left.get(group)
-    if call is None:
-        dist.all_gather(digests, digest, group=group)
-    else:
-        work = dist.all_gather(digests, digest, group=group, async_op=True)
-        _await_after_leaving(work, group_name, call)
-        del _left[group]
+    dist.all_gather(digests, digest, group=group)
     return all(torch.equal(x, digest) for x in digests)
