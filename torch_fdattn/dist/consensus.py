@@ -28,7 +28,7 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Tensor]] = 
 _consensus: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, str | None]] = (
     weakref.WeakKeyDictionary()
 )
-#: Groups in which this rank left a call by an exception where the others may wait for it: which call, the how manieth so.
+#: Groups in which this rank left a call by an exception where the others may wait for it: which call, and how many so far.
 _left: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, int]] = weakref.WeakKeyDictionary()
 _assumed = threading.local()
 _REFUSED = "what a rank refuses"
