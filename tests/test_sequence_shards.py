@@ -103,6 +103,12 @@ def test_plans_see_each_visible_pair_once():
             seen = [pair for call in calls for pair in pairs_of(call)]
             assert len(seen) == len(set(seen)), f"seed {seed}: a pair seen twice"
             assert set(seen) == visible, f"seed {seed}"
+            for call in calls:
+                cut = call.over_seen_keys()
+                assert pairs_of(cut) == pairs_of(call), f"seed {seed}"
+                keys = [key for _, key in pairs_of(call)]
+                ends = min(keys), max(keys) + 1
+                assert (cut.kv_begin, cut.kv_end) == ends, f"seed {seed}"
 
 
 @pytest.mark.parametrize("by_position", [False, True])

@@ -22,6 +22,7 @@ from torch_fdattn.dist import (
 )
 from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.dist.ring_attention import one_sided
+from torch_fdattn.dist.symm.copies import Copies
 from torch_fdattn.ops.library import INTERPRET, launches
 
 from .test_ring_attention import drawn_shards
@@ -97,6 +98,38 @@ def test_calls_after_one_another(group, rank_device) -> None:
             with context_parallel(group, shards=shards, strategy=strategy):
                 into.append(torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_kernels
+def test_a_call_waits_for_the_keys_that_it_sees(group, rank_device, monkeypatch) -> None:
+    """Zigzag and causal: the call of early queries for the others' first parts, if for any; forward and backward alike."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    log: list[object] = []
+    wait, attend = Copies.await_, one_sided.attend_unsharded
+
+    def awaits(self: Copies, peer: int, ahead: bool = False) -> None:
+        log.append((peer, ahead))
+        wait(self, peer, ahead)
+
+    def attends(q, k, v, problem, arriving):
+        return attend(q, k, v, problem, lambda calls: (log.append("call") or x for x in arriving(calls)))  # fmt: skip
+
+    monkeypatch.setattr(Copies, "await_", awaits)
+    monkeypatch.setattr(one_sided, "attend_unsharded", attends)
+    shards = SequenceShards.zigzag(16 * world, world)
+    own = [torch.randn(1, 1, 16, 32, device=rank_device).requires_grad_() for _ in range(3)]
+    out = ring_attention(*own, group, shards=shards, causal=True, strategy="one_sided")[0]
+    early = [(peer, True) for peer in range(rank)]
+    late = [(peer, False) for peer in range(rank + 1, world)]
+    # The last rank's two runs are neighbours, hence one.
+    assert log == ([*early, "call", *late, "call"] if rank + 1 < world else [*early, "call"])
+    log.clear()
+    torch.autograd.grad(out.sum(), own)
+    assert log == [*early, *late]
+    log.clear()
+    ring_attention(*own, group, shards=shards, strategy="one_sided")
+    everything = [((rank + i) % world, False) for i in range(1, world)]
+    assert [x for x in log if x != "call"] == everything
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -6,7 +6,7 @@ fp64 inputs) until the last step, whatever the inputs' dtype: between steps noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -147,7 +147,7 @@ class Saved(NamedTuple):
 
 
 def add_gradients(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, calls: Sequence[BlockCall], problem: Problem,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, calls: Iterable[BlockCall], problem: Problem,
     dq: Tensor, dkv: Tensor,
 ) -> None:  # fmt: skip
     """Adds the calls' gradients to dq (B, H, M, D) and dkv (2, B, K, N, D), both fp32, and to the problem's score_grads."""

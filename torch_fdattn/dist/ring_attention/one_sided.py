@@ -2,8 +2,11 @@
 
 As `all_gather`, without its collective: through symmetric memory each rank writes its runs to where they belong in the
 others' memory, in the order of positions, so that nothing is joined afterwards and no SM takes part. The gradients of other
-ranks' keys go back the same way, and are summed in the order of ranks. No states between steps, hence no merges: what it
-costs is the time in which the copies arrive, a part of it that falls as 1 / length.
+ranks' keys go back the same way, and are summed in the order of ranks. No states between steps, hence no merges.
+
+A call waits only for the keys that it sees. Each rank's runs travel in two parts, the first half of them ahead: of zigzag
+shards and a causal mask the first call of a rank, over an early run of queries, needs at most the others' first parts, and
+the later runs of keys arrive beside it.
 
 Memory: K and V of the whole sequence on every rank, in the backward their fp32 gradients, and as much symmetric memory,
 which stays (`dist/symm/channel.py`). Ranks of one host.
@@ -12,21 +15,31 @@ which stays (`dist/symm/channel.py`). Ranks of one host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torch_fdattn.dist.consensus import leaving_by_exceptions
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
-from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
+from torch_fdattn.dist.ring_attention.plan import BlockCall
+from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
+from torch_fdattn.dist.ring_attention.unsharded import (
+    Arriving,
+    attend_unsharded,
+    unsharded_gradients,
+)
 from torch_fdattn.ops.library import launches
+
+if TYPE_CHECKING:  # symmetric memory is imported where ranks are
+    from torch_fdattn.dist.symm.copies import Copies
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     results: list[Tensor] = []
-    with _all_keys(k, v, problem, results) as keys:
-        results += attend_unsharded(q, *keys, problem)
+    with _all_keys(k, v, problem, results) as (keys, values, arriving):
+        results += attend_unsharded(q, keys, values, problem, arriving)
     out, lse = results
     return out, lse, Saved(q, k, v, out, lse)
 
@@ -40,8 +53,9 @@ def backward(
         problem.group_name, "ring_attention's backward (strategy 'one_sided')"
     ):
         sums = _SumsOfShards(saved.k, problem)
-        with _all_keys(saved.k, saved.v, problem, results) as (k, v):
-            results += unsharded_gradients(dout, dlse, saved._replace(k=k, v=v), problem)
+        with _all_keys(saved.k, saved.v, problem, results) as (k, v, arriving):
+            everything = saved._replace(k=k, v=v)
+            results += unsharded_gradients(dout, dlse, everything, problem, arriving)
         dq, dkv = results
         dk, dv = sums.own(dkv).unbind()
     return dq, dk, dv
@@ -50,39 +64,77 @@ def backward(
 @contextlib.contextmanager
 def _all_keys(
     k: Tensor, v: Tensor, problem: Problem, results: list[Tensor]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """K and V (B, K, total, D) in the order of positions, until the end of the block.
+) -> Iterator[tuple[Tensor, Tensor, Arriving]]:
+    """K and V (B, K, total, D) in the order of positions, until the end of the block, and what waits for a call's keys.
 
     What is in `results` by then becomes NaN where a rank's copies did not come, or were overwritten; on CPUs that raises.
     """
     if problem.world_size == 1:
-        yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2)
+        yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2), iter
         return
     from torch_fdattn.dist.symm.copies import Copies
 
     launches["ring_attention/one_sided_gather"] += 1
-    # A run of positions lies in one block of memory on either side.
-    chunks = [x.permute(2, 0, 1, 3).contiguous() for x in (k, v)]
-    shape = (2, problem.shards.total, *chunks[0].shape[1:])
+    batch, heads, _, dim = k.shape
+    shape = (2, problem.shards.total, batch, heads, dim)  # a run of positions lies in one block
     nbytes = torch.Size(shape).numel() * k.element_size()
     copies = Copies(problem.group_name, "ring_attention/gather", nbytes, k.device)
     there = copies.data(copies.rank, k.dtype, *shape)
+    own = problem.shards.ranks[copies.rank]
+    for x, there_x in zip((k, v), there, strict=True):
+        begin = 0
+        for run in own:
+            part = x[:, :, begin : begin + run.length]
+            there_x[run.start : run.end] = part.permute(2, 0, 1, 3)
+            begin += run.length
     copies.begin()
     with copies.until_finished(results):
-        copied, row = [], torch.Size(shape[2:]).numel()
-        for x, first, there_x in zip(chunks, (0, problem.shards.total), there, strict=True):
-            begin = 0
-            for run in problem.shards.ranks[copies.rank]:
-                part = x[begin : begin + run.length]
-                copied.append((part, (first + run.start) * row))
-                there_x[run.start : run.end] = part
-                begin += run.length
-        for i in range(1, copies.world):
-            copies.send_all(copied, (copies.rank - i) % copies.world)
-        for i in range(1, copies.world):
-            copies.await_((copies.rank + i) % copies.world)
-        yield tuple(x.permute(1, 2, 0, 3) for x in there)
+        half = _ahead(own)
+        for runs, ahead in ((own[:half], True), (own[half:], False)):
+            if runs or not ahead:
+                _send(there, runs, copies, ahead)
+        yield *(x.permute(1, 2, 0, 3) for x in there), _arriving(copies, problem.shards)
     copies.raise_if_lost()
+
+
+def _ahead(runs: Sequence[Run]) -> int:
+    """How many of a rank's runs travel ahead of the others."""
+    return len(runs) // 2
+
+
+def _send(there: Tensor, runs: Sequence[Run], copies: Copies, ahead: bool) -> None:
+    """To all other ranks, from their place here to the same place there; there (2, total, B, K, D)."""
+    row = torch.Size(there.shape[2:]).numel()
+    chunks = [
+        (x[run.start : run.end], (first + run.start) * row)
+        for x, first in zip(there, (0, there.shape[1]), strict=True)
+        for run in runs
+    ]
+    for i in range(1, copies.world):
+        copies.send_all(chunks, (copies.rank - i) % copies.world, ahead)
+
+
+def _arriving(copies: Copies, shards: SequenceShards) -> Arriving:
+    """Waits, on the device, for the parts of all ranks that have keys of the call; `finish` waits for all others."""
+
+    def in_turn(calls: Iterable[BlockCall]) -> Iterator[BlockCall]:
+        awaited: set[tuple[int, bool]] = set()
+        for call in calls:
+            for i in range(1, copies.world):
+                peer = (copies.rank + i) % copies.world
+                runs = shards.ranks[peer]
+                seen = [
+                    n
+                    for n, run in enumerate(runs)
+                    if run.start < call.kv_end and run.end > call.kv_begin
+                ]
+                part = peer, bool(seen) and seen[-1] < _ahead(runs)
+                if seen and not {part, (peer, False)} & awaited:
+                    copies.await_(*part)
+                    awaited.add(part)
+            yield call
+
+    return in_turn
 
 
 class _SumsOfShards:

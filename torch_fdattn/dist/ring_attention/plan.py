@@ -29,6 +29,19 @@ class BlockCall(NamedTuple):
     kv_start: int | None = None
     window: tuple[int, int] = (-1, -1)
 
+    def over_seen_keys(self) -> BlockCall:
+        """Without the keys at either end that none of its rows sees."""
+        if self.q_start is None or self.kv_start is None:
+            return self
+        left, right = self.window
+        first, last = self.q_start, self.q_start + self.q_end - self.q_begin - 1
+        begin = max(first - left - self.kv_start, 0) if left >= 0 else 0
+        end = self.kv_end if right < 0 else self.kv_begin + last + right + 1 - self.kv_start
+        return self._replace(
+            kv_begin=self.kv_begin + begin, kv_end=min(self.kv_end, end),
+            kv_start=self.kv_start + begin,
+        )  # fmt: skip
+
 
 class _Segment(NamedTuple):
     """Positions next to each other, of one document, and where they begin in the tensors."""

@@ -6,6 +6,7 @@ What the strategies share that bring all keys to the queries (`all_gather`, `one
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -25,17 +26,28 @@ from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 def _calls(problem: Problem) -> list[BlockCall]:
     everything = [Run(0, problem.shards.total)]
-    return problem.calls(problem.shards.ranks[problem.rank], everything)
+    calls = problem.calls(problem.shards.ranks[problem.rank], everything)
+    if problem.invariant_block is not None:  # the same shapes on any number of ranks
+        return calls
+    # So that gradients of keys are no longer than what has any.
+    return [call.over_seen_keys() for call in calls]
 
 
-def attend_unsharded(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+#: Of a rank's calls: each in turn, once its keys are there.
+Arriving = Callable[[Iterable[BlockCall]], Iterable[BlockCall]]
+
+
+def attend_unsharded(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, arriving: Arriving = iter
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
     calls = _calls(problem)
     if problem.invariant_block is not None or not _apart(calls):
         state = state_of(q, problem)
-        state.add(k, v, calls)
+        state.add(k, v, list(arriving(calls)))
         return state.finish()
-    states = [_attend(q, k, v, call, problem) for call in calls]  # nothing to merge: no fp32 state
+    # Nothing to merge: no fp32 state.
+    states = [_attend(q, k, v, call, problem) for call in arriving(calls)]
     if len(calls) == 1 and calls[0][:2] == (0, q.shape[2]):
         return states[0]
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=state_dtype(q))
@@ -65,9 +77,9 @@ def _attend(q, k, v, call: BlockCall, problem: Problem) -> tuple[Tensor, Tensor]
 
 
 def unsharded_gradients(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, arriving: Arriving = iter
 ) -> tuple[Tensor, Tensor]:
     """dq, and this rank's part of dkv (2, B, K, total, D), both fp32."""
     dq, dkv = zero_gradients(saved.q, saved.k.shape)
-    add_gradients(dout, dlse, saved, _calls(problem), problem, dq, dkv)
+    add_gradients(dout, dlse, saved, arriving(_calls(problem)), problem, dq, dkv)
     return dq, dkv

@@ -6,8 +6,8 @@ replay: there is one buffer, not one of odd and one of even epochs (`signals.py`
     start     waits until every rank is done with what this one sent it in the call before ("free"), and writes this
               call's flag to a word of this rank's own memory, the stamp
     send      copies a chunk to a rank, and after it, in the same stream, the stamp: the chunk "arrived". No kernel, so
-              it goes on while a kernel fills the device and waits for it
-    await_    waits for a rank's chunk
+              it goes on while a kernel fills the device and waits for it. A part of it may go ahead, with a flag of its own
+    await_    waits for a rank's chunk, or for the part ahead
     finish    waits for what nobody has waited for, tells every rank that its chunks were used, and moves the epoch on;
               also after an exception (`until_finished`), or the next call would take this one's chunks for its own
 
@@ -16,7 +16,8 @@ broken channel, and one that found a buffer not free, overwrite what others may 
 first. A reader therefore looks at the flags again when it has read (`finish`), and what was read while a flag
 changed is lost: NaN, and a fault.
 
-Memory: words arrived[W], free[W], stamp; the data from _DATA bytes on.
+Memory: words arrived[W], free[W], stamp, ahead[W]; the data from _DATA bytes on. `finish` looks at `arrived` alone: whoever
+overwrites a part ahead takes that flag back first, too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.launch import power_of_two
 
 _DATA = 4096
-_MAX_RANKS = _DATA // 8 // 2 - 1
+_MAX_RANKS = (_DATA // 8 - 1) // 3
 #: Of `_Lanes`.
 _COPIES, _PRODUCTS = 0, 1
 #: Elements that the one program of `finish` makes NaN at a time.
@@ -84,12 +85,14 @@ def _start_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, WORLD: tl
     tl.store(here + 2 * WORLD, tl.where(sends, flag(epoch), 0))
 
 
-@triton.jit(do_not_specialize=["limit_ns", "rank", "peer"])
-def _await_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, peer, SOURCES: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["limit_ns", "rank", "peer", "first_word"])
+def _await_kernel(addresses_ptr, state_ptr, fault_ptr, limit_ns, rank, peer, first_word, SOURCES: tl.constexpr):  # fmt: skip
     epoch = read_epoch(state_ptr)
     sources = tl.arange(0, SOURCES)
     here = as_int64(tl.load(addresses_ptr + rank))
-    await_flags(here + sources, sources == peer, sources, epoch, state_ptr, fault_ptr, limit_ns)
+    await_flags(
+        here + first_word + sources, sources == peer, sources, epoch, state_ptr, fault_ptr, limit_ns
+    )
 
 
 @triton.jit
@@ -245,22 +248,26 @@ class Copies:
         """Copies to the peer's data, from element `at` on; in the copying stream."""
         self.send_all([(chunk, at)], peer)
 
-    def send_all(self, chunks: Sequence[tuple[Tensor, int]], peer: int) -> None:
-        """`send` of several chunks, all contiguous, which arrive together."""
+    def _first_word(self, ahead: bool) -> int:
+        return 2 * self.world + 1 if ahead else 0
+
+    def send_all(
+        self, chunks: Sequence[tuple[Tensor, int]], peer: int, ahead: bool = False
+    ) -> None:
+        """`send` of several chunks, all contiguous, which arrive together; `ahead`: as the part before what arrives."""
         driver = loaded() if self._device.type == "cuda" else None
         if driver is not None:
-            self._send_by(driver, self.streams[0].cuda_stream, chunks, peer)
+            self._send_by(driver, self.streams[0].cuda_stream, chunks, peer, ahead)
             return
         with using(self.streams[0]):
             for chunk, at in chunks:
                 if chunk.numel():
                     there = self.data(peer, chunk.dtype, *chunk.shape, at=at)
                     there.copy_(chunk, non_blocking=True)
-            self._flag(peer, self.rank).copy_(
-                self._flag(self.rank, 2 * self.world), non_blocking=True
-            )
+            word = self._first_word(ahead) + self.rank
+            self._flag(peer, word).copy_(self._flag(self.rank, 2 * self.world), non_blocking=True)
 
-    def _send_by(self, driver, stream: int, chunks, peer: int) -> None:
+    def _send_by(self, driver, stream: int, chunks, peer: int, ahead: bool = False) -> None:
         """By the driver's own copies: views, streams made current and PyTorch's copies take the host 30 µs a chunk."""
         here, there = (self._channel.memory.peers[r].data_ptr() for r in (self.rank, peer))
         where = stream, self._device.index
@@ -269,12 +276,13 @@ class Copies:
                 size = chunk.element_size()
                 target = there + _DATA + at * size
                 copy_async(driver, target, chunk.data_ptr(), chunk.numel() * size, *where)
-        copy_async(driver, there + 8 * self.rank, here + 16 * self.world, 8, *where)
+        word = self._first_word(ahead) + self.rank
+        copy_async(driver, there + 8 * word, here + 16 * self.world, 8, *where)
 
-    def await_(self, peer: int) -> None:
+    def await_(self, peer: int, ahead: bool = False) -> None:
         launch(
             _await_kernel, 1,
-            *self.device_side, timeout_ns(), self.rank, peer, self.sources, num_warps=1,
+            *self.device_side, timeout_ns(), self.rank, peer, self._first_word(ahead), self.sources, num_warps=1,
         )  # fmt: skip
 
     @contextlib.contextmanager
