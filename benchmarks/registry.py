@@ -142,7 +142,9 @@ _RING = (
     count("--seq", "tokens", 1024),
     count("--dim", "head dim", 64),
     count("--heads", "heads", 1),
+    count("--kv-heads", "heads of K and V (default: as many)"),
     flag("--causal", "causal attention"),
+    count("--documents", "packed documents of so many tokens in the mean, beside one sequence of all"),
     option("--shards", "default: zigzag", choices=("contiguous", "zigzag"), default="zigzag"),
     option(
         "--strategy", f"of {', '.join(RING_STRATEGIES)} (default: ring)",

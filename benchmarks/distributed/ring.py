@@ -3,11 +3,18 @@
 One process computes the whole sequence with our attention, all ranks together compute it sharded. FLOPs by
 the usual convention (cases.py), per GPU. `torch_cp` is torch's context_parallel around
 scaled_dot_product_attention, on the same shapes, in its own zigzag order.
+
+With --documents the sequence is of packed documents, whose lengths are drawn, over balanced shards; `one_sequence` is
+the first strategy over the same tokens as one sequence, which is what a user without packed documents runs.
+
+peak_MiB is of torch's allocator: without symmetric memory, in which one_sided has K and V of the whole sequence.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import random
 import sys
 
 import torch
@@ -23,32 +30,52 @@ from ..results import Recorder, describe
 from ..runner import DTYPES, generator
 from ..timing import Call, compare
 
-SINGLE = "single_device"
+SINGLE, ONE_SEQUENCE = "single_device", "one_sequence"
 table = parallel.table
 
 
 def file_name(options: argparse.Namespace) -> str:
-    return f"ring-{options.seq}"
+    heads = f"-H{options.heads}-{options.kv_heads}" if options.kv_heads else ""
+    documents = f"-documents{options.documents}" if options.documents else ""
+    return f"ring-{options.seq}{heads}{documents}"
 
 
 def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     """Measures one sequence length; whether the results agree."""
     dtype = DTYPES[options.dtype]
     made = generator(ranks.device, 0)
-    shape = (1, options.heads, options.seq, options.dim)
-    whole = [torch.randn(shape, generator=made, device=ranks.device).to(dtype) for _ in range(4)]
-    shards = getattr(SequenceShards, options.shards)(options.seq, ranks.size)
+    kv_heads = options.kv_heads or options.heads
+    heads = options.heads, kv_heads, kv_heads, options.heads  # q, k, v and the gradient of the result
+    shapes = [(1, n, options.seq, options.dim) for n in heads]
+    whole = [torch.randn(x, generator=made, device=ranks.device).to(dtype) for x in shapes]
+    documents = _documents(options)
+    of_one = shards = getattr(SequenceShards, options.shards)(options.seq, ranks.size)
+    if documents:
+        shards = SequenceShards.balanced(options.seq, ranks.size, cu_seqlens=documents)
     kind = "causal" if options.causal else "full"
-    case = f"ring B1 H{options.heads}/{options.heads} N{options.seq} D{options.dim} {kind} {options.dtype}"
-    part = [shards.shard(x, ranks.rank, 2).contiguous() for x in whole]
+    packed = f" documents{options.documents}" if documents else ""
+    case = f"ring B1 H{options.heads}/{kv_heads} N{options.seq} D{options.dim} {kind}{packed} {options.dtype}"
+    part, part_of_one = (
+        [x.shard(tensor, ranks.rank, 2).contiguous() for tensor in whole] for x in (shards, of_one)
+    )
 
     def ours(strategy: str, *tensors: Tensor) -> Tensor:
         return ring_attention(
-            *tensors, ranks.group_name, shards=shards, causal=options.causal, strategy=strategy
-        )[0]
+            *tensors, ranks.group_name, shards=shards, causal=options.causal, strategy=strategy, cu_seqlens=documents
+        )[0]  # fmt: skip
+
+    def one_sequence(*tensors: Tensor) -> Tensor:
+        return ring_attention(
+            *tensors, ranks.group_name, shards=of_one, causal=options.causal, strategy=options.strategy[0]
+        )[0]  # fmt: skip
 
     def single(*tensors: Tensor) -> Tensor:
-        return torch_fdattn.attention(*tensors, causal=options.causal)[0]
+        if documents is None:
+            return torch_fdattn.attention(*tensors, causal=options.causal)[0]
+        begins = torch.tensor(documents, dtype=torch.int32, device=ranks.device)
+        tokens = [x[0].transpose(0, 1) for x in tensors]
+        out, _ = torch_fdattn.varlen_attention(*tokens, begins, causal=options.causal)
+        return out.transpose(0, 1)[None]
 
     with torch.no_grad():
         right = shards.shard(single(*whole[:3]), ranks.rank, 2).double()
@@ -60,7 +87,9 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     for impl, difference in differences.items():
         recorder.add(case, impl, "max_abs_err", difference)
     passes = ["forward", *(["backward"] if options.backward else [])]
-    flops = 4 * options.heads * options.seq**2 * options.dim / (2 if options.causal else 1)
+    lengths = [b - a for a, b in itertools.pairwise(documents or (0, options.seq))]
+    pairs = sum(x**2 for x in lengths) / (2 if options.causal else 1)
+    flops = 4 * options.heads * pairs * options.dim
     for name in passes:
         work = flops * (3.5 if name == "backward" else 1)
         calls = {
@@ -68,19 +97,48 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
         }
         if options.single:
             calls[SINGLE] = _call(single, whole, name)
+        if documents:
+            calls[ONE_SEQUENCE] = _call(one_sequence, part_of_one, name)
+        if ranks.device.type == "cuda":
+            for impl, call in calls.items():
+                recorder.add(f"{case} {name}", impl, "peak_MiB", _peak_mib(call, ranks))
         medians = compare(
             ranks, recorder, f"{case} {name}", calls, repeats=options.repeats,
             alone={SINGLE} if ranks.device.type == "cpu" else (),
         )  # fmt: skip
-        if options.vs_torch:
+        if options.vs_torch and not documents:
             medians |= _measure_torch(options, ranks, recorder, f"{case} {name}", whole, name)
         for impl, ms in medians.items():
+            if impl == ONE_SEQUENCE:
+                continue  # most of its pairs are of two documents
             gpus = 1 if impl == SINGLE else ranks.size
             recorder.add(f"{case} {name}", impl, "TFLOPs_per_gpu", work / ms / 1e9 / gpus)
         if ranks.rank == 0:
             _print(name, medians, options, ranks, differences)
     tolerance = 1e-4 if options.dtype == "fp32" else 2e-2
     return all(difference <= tolerance for difference in differences.values())
+
+
+def _documents(options: argparse.Namespace) -> list[int] | None:
+    """Where documents of lengths drawn uniformly around the mean begin, and where the last one ends."""
+    if not options.documents:
+        return None
+    rng, begins, quarter = random.Random(0), [0], options.documents // 4
+    while begins[-1] < options.seq:
+        length = rng.randint(max(quarter, 1), 2 * options.documents - quarter)
+        begins.append(min(begins[-1] + length, options.seq))
+    return begins
+
+
+def _peak_mib(call: Call, ranks: Ranks) -> float:
+    """Of the rank that has most allocated during a call, with what was there before."""
+    call()
+    torch.cuda.synchronize(ranks.device)
+    torch.cuda.reset_peak_memory_stats(ranks.device)
+    call()
+    torch.cuda.synchronize(ranks.device)
+    peak = torch.cuda.max_memory_allocated(ranks.device) / 2**20
+    return largest(torch.tensor([peak], device=ranks.device))
 
 
 def _call(function, tensors: list[Tensor], name: str) -> Call:
@@ -110,7 +168,8 @@ def _measure_torch(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=options.causal)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=options.causal, enable_gqa=grouped)
 
     backends = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))

@@ -58,6 +58,7 @@ FORMS = [
     f"gemm_rs --M 1 {SMALL}",
     f"tp_attn --bsz 1 --seq-len 4 --mode decode {SMALL}",
     f"tp_attn --bsz 3 --seq-len 3 --mode prefill {SMALL}",
+    "ring --seq 64 --dim 16 --heads 4 --kv-heads 2 --causal --documents 12 --backward",
     f"{INFERENCE} --backend ag_rs",
     f"{INFERENCE} --backend torch",
 ]
