@@ -16,7 +16,7 @@ METHODS = (
     "auto", "nccl", "one_shot", "two_shot", "low_latency", "gemm_all_reduce", "two_shot_multimem",
 )  # fmt: skip
 STRATEGIES = ("auto", "collective", "copy_engine", "fused", "low_latency")
-RING_STRATEGIES = ("ring", "all_gather", "one_sided", "ulysses", "star")
+RING_STRATEGIES = ("ring", "all_gather", "one_sided", "ulysses", "star", "auto")
 TILE_SIZES = ("block_m", "block_n", "num_warps", "num_stages")
 PEERS = {"attention": "cudnn,fa2,flex", "decode": "fdattn/full,cudnn,fa2"}
 FEATURE_PEERS = "flex,sdpa"

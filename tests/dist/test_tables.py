@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,14 @@ import torch.nn.functional as F
 from tests.dist.one_sided_matmuls import draw
 from tests.tables.records import FUSED, LINEAR, read_from, record, save
 from torch_fdattn import tables, tune
-from torch_fdattn.dist import chosen_strategy, matmul_all_reduce
+from torch_fdattn.dist import (
+    SequenceShards,
+    chosen_strategy,
+    matmul_all_reduce,
+    ring_attention,
+)
 from torch_fdattn.dist.decode import auto
+from torch_fdattn.dist.ring_attention.auto import nearest
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, LAYER, SCATTER
 from torch_fdattn.dist.tuned import entries_on_all_ranks
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -88,6 +96,48 @@ def test_matmuls_choose_alike(planted, rank_device, ranks) -> None:
         assert not one_sided()
 
 
+@torch.no_grad()
+def test_ring_attention_chooses_alike(ranks, rank_device, tmp_path) -> None:
+    """By the nearest number of tokens; where ranks' files differ, or nothing is measured, `ring`."""
+    shards = SequenceShards.zigzag(8 * ranks, ranks)
+    q = draw(1, 2, 8, 32, device=rank_device)
+    tokens = 8 * ranks
+
+    def chosen(*choices: list, group: str | None = None, dtype: torch.dtype = q.dtype) -> str:
+        entries = [dict(ranks=ranks, choices=list(choices))] if choices else []
+        own = record(rank_device, ring_attention=entries)
+        before = Counter(launches)
+        with read_from(save(tmp_path / f"tables-{dist.get_rank()}.json", own)):
+            given = [q.to(dtype)] * 3
+            found, _ = ring_attention(
+                *given, group or new_group(), shards=shards, causal=True, strategy="auto"
+            )
+        expected, _ = ring_attention(*given, dist.group.WORLD, shards=shards, causal=True)
+        torch.testing.assert_close(found, expected)
+        return "one_sided" if launches["ring_attention/one_sided_gather"] > before["ring_attention/one_sided_gather"] else "another"  # fmt: skip
+
+    near, far = [tokens, "one_sided"], [64 * tokens, "all_gather"]
+    assert chosen(near, far) == "one_sided"
+    assert chosen([64 * tokens, "one_sided"], [tokens, "ring"]) == "another"
+    assert chosen() == "another"
+    assert chosen(near, dtype=torch.float64) == "another"
+    assert chosen([tokens + dist.get_rank(), "one_sided"]) == "another"
+
+
+@pytest.mark.parametrize(
+    ("measured", "total", "expected"),
+    [
+        ([], 64, "ring"),
+        ([[64, "all_gather"]], 0, "ring"),
+        ([[64, "all_gather"], [4096, "one_sided"]], 500, "all_gather"),
+        ([[64, "all_gather"], [4096, "one_sided"]], 512, "one_sided"),
+        ([[64, "all_gather"], [4096, "one_sided"]], 1 << 20, "one_sided"),
+    ],
+)
+def test_the_nearest_number_of_tokens_counts(group, measured, total, expected) -> None:
+    assert nearest(measured, total) == expected
+
+
 def test_a_broken_file_is_refused_on_all_ranks(rank_device, ranks, tmp_path) -> None:
     """By name on its rank; the others do not wait for it, at the first question and at later ones."""
     like, name = draw(1, device=rank_device), new_group()
@@ -113,6 +163,7 @@ def test_ranks_measure_one_table(ranks, rank_device, tmp_path) -> None:
     dist.all_gather_object(gathered, {name: own[name] for name in tune.OVER_RANKS})
     assert all(theirs == gathered[0] for theirs in gathered)
     assert [x["ranks"] for x in own["dist_decode"]] == [ranks]
+    assert [x["ranks"] for x in own["ring_attention"]] == [ranks]
     assert {x["op"] for x in own["tensor_parallel"]} == {GATHER, SCATTER, ALL_REDUCE, LAYER}
     path = tmp_path / "tables.json"
     tables.write(path, own)

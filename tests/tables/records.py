@@ -21,6 +21,7 @@ SPLITS = dict(
     head_dim=16, dtype="float16", paged=False, work_tiles=2, kv_len=256, splits_per_sm=4.0
 )
 FUSED = dict(ranks=2, fused_rows=8)
+RING = dict(ranks=2, choices=[[64, "all_gather"], [4096, "one_sided"]])
 LINEAR = dict(
     op="matmul_all_reduce", ranks=2, dtype="float32", columns=6, features=8,
     choices=[[4, "low_latency"], [64, "nccl"]],
@@ -37,6 +38,7 @@ def record(device: str | torch.device = "cpu", **changed) -> dict:
         attention_tiles=[TILE],
         decode_splits=[SPLITS],
         dist_decode=[FUSED],
+        ring_attention=[RING],
         tensor_parallel=[LINEAR],
     )
     return {**machine, **sections, **changed}

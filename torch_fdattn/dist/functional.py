@@ -194,7 +194,8 @@ def ring_attention(
             rank 0's generator draws it.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "one_sided" (copy engines bring K and V
             through symmetric memory; GPUs of one host, not under torch.compile), "ulysses" (all-to-all over heads), "query_split" (K and V replicated), "star" (a root merges), "ulysses_ring" (all-to-all
-            over heads inside nodes, K and V round the nodes).
+            over heads inside nodes, K and V round the nodes), or "auto": of "ring", "all_gather" and "one_sided" the fastest that
+            `fdattn tune` has measured for about as many tokens on as many ranks, "ring" where it has not, and under torch.compile.
         invariant_block: out and lse have the same bits on any number of ranks and with any shards that begin and end at
             multiples of it, by any strategy but "star": states of aligned blocks of so many keys are merged in one tree of
             positions. Each pair of blocks is a call of its own: take as large a block as the shards allow. Of the forward alone.

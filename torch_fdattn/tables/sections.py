@@ -6,7 +6,7 @@ An entry's keys say what was measured, its values what was the fastest; a sectio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 
@@ -37,6 +37,8 @@ CHOICES = {
     "layer": ("all_reduce", "ag_rs"),
 }
 _NAMES = frozenset(name for names in CHOICES.values() for name in names)
+#: Of ring attention, what "auto" can choose.
+RING_CHOICES = ("ring", "all_gather", "one_sided")
 
 
 #: No size is larger, and each one below is a float.
@@ -47,15 +49,24 @@ def _is_count(x: object, minimum: int = 1) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and minimum <= x < _LIMIT
 
 
-def _is_choices(x: object) -> bool:
-    return (
-        isinstance(x, list)
-        and bool(x)
-        and all(
-            isinstance(pair, list) and len(pair) == 2 and _is_count(pair[0]) and pair[1] in _NAMES
-            for pair in x
+def _choices(about: str, names: Collection[str]) -> Field:
+    """Pairs [count, name]."""
+
+    def accepts(x: object) -> bool:
+        return (
+            isinstance(x, list)
+            and bool(x)
+            and all(
+                isinstance(pair, list)
+                and len(pair) == 2
+                and _is_count(pair[0])
+                and isinstance(pair[1], str)
+                and pair[1] in names
+                for pair in x
+            )
         )
-    )
+
+    return Field(f"pairs {about}", accepts)
 
 
 def _one_of(*names: str) -> Field:
@@ -118,7 +129,10 @@ SECTIONS = {
             "columns": _COUNT,
             "features": _COUNT,
         },
-        {"choices": Field("pairs [rows, strategy or method]", _is_choices)},
+        {"choices": _choices("[rows, strategy or method]", _NAMES)},
+    ),
+    "ring_attention": Section(
+        {"ranks": _COUNT}, {"choices": _choices("[tokens, strategy]", RING_CHOICES)}
     ),
 }
 

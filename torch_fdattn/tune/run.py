@@ -10,13 +10,19 @@ import torch
 
 from torch_fdattn import tables
 from torch_fdattn.tables.lookup import triton_version
-from torch_fdattn.tune import attention_tiles, decode_splits, dist_decode, tensor_parallel
+from torch_fdattn.tune import (
+    attention_tiles,
+    decode_splits,
+    dist_decode,
+    ring_attention,
+    tensor_parallel,
+)
 from torch_fdattn.tune.session import Session
 from torch_fdattn.version import __version__
 
 #: Sections of one device, and of all ranks of a group.
 ONE_DEVICE = {x.SECTION: x.measure for x in (attention_tiles, decode_splits)}
-OVER_RANKS = {x.SECTION: x.measure for x in (dist_decode, tensor_parallel)}
+OVER_RANKS = {x.SECTION: x.measure for x in (dist_decode, ring_attention, tensor_parallel)}
 
 
 def tune(session: Session, sections: Sequence[str], seconds: float) -> dict:

@@ -31,6 +31,7 @@ from torch_fdattn.dist.consensus import (
 from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
+from torch_fdattn.dist.ring_attention.auto import AUTO
 from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, prefixes_of
 from torch_fdattn.dist.ring_attention.transformers_layers import check_sdpa
@@ -203,7 +204,7 @@ def _engine_in(mode: RingMode) -> Iterator[None]:
 
 def check_strategy(strategy: str, where: str) -> None:
     """Raises ValueError for one that `ring_attention` does not have, or that takes unsharded keys."""
-    usable = tuple(name for name in STRATEGIES if name != "query_split")
+    usable = AUTO, *(name for name in STRATEGIES if name != "query_split")
     if strategy not in usable:
         raise ValueError(
             f"strategy must be one of {usable} inside {where}, where keys are sharded too, got {strategy!r}"

@@ -31,6 +31,7 @@ from torch_fdattn.dist.ring_attention import (
     ulysses,
     ulysses_ring,
 )
+from torch_fdattn.dist.ring_attention.auto import AUTO, choose
 from torch_fdattn.dist.ring_attention.heads import check_heads
 from torch_fdattn.dist.ring_attention.local import Problem, Saved, state_dtype
 from torch_fdattn.dist.ring_attention.rank_invariant import check_block
@@ -218,8 +219,8 @@ def _ring_attention(
     checks.expect_tensor("q", q)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     with refusing_on_all_ranks(group_name, q):
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy must be one of {tuple(STRATEGIES)}, got {strategy!r}")
+        if strategy not in (AUTO, *STRATEGIES):
+            raise ValueError(f"strategy must be one of {(AUTO, *STRATEGIES)}, got {strategy!r}")
         hierarchy = (
             None if inner_group is None and outer_group is None else (inner_group, outer_group)
         )
@@ -291,7 +292,9 @@ def _ring_attention(
     check_prefixes(prefix_lens, documents, shards.total)
     documents = chunked(documents, shards.total, attention_chunk)
     problem = problem._replace(documents=documents, prefix_lens=prefix_lens)
-    if strategy == "one_sided" and world_size > 1:
+    if strategy == AUTO:  # on all ranks, which have the same call by now
+        strategy = choose(q, group_name, world_size, shards.total)
+    elif strategy == "one_sided" and world_size > 1:
         expect_mapped("strategy 'one_sided'", group_name, q.device)
     if dropout_p > 0 and dropout_seed is None:
         # Ranks' generators may have come to different places.
