@@ -26,7 +26,7 @@ def backward(
     # Gathered again: kept from the forward, K and V of the whole sequence would stay for every layer.
     k, v = _gathered(saved.k, saved.v, problem)
     dq, dkv = unsharded_gradients(dout, dlse, saved._replace(k=k, v=v), problem)
-    dk, dv = scatter_sum(dkv, problem).unbind()
+    dk, dv = scatter_sum([dkv.of(runs) for runs in problem.shards.ranks], problem).unbind()
     return dq, dk, dv
 
 

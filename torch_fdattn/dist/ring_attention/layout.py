@@ -34,11 +34,10 @@ def gather(x: Tensor, problem: Problem) -> Tensor:
     return problem.shards.join(parts, dim=-2)
 
 
-def scatter_sum(x: Tensor, problem: Problem) -> Tensor:
-    """This rank's shard of the sum over all ranks of x (…, S, D), all positions."""
-    parts = [problem.shards.shard(x, r, dim=-2) for r in range(problem.world_size)]
-    own = with_length(x.shape, problem.shards.lengths[problem.rank])
-    received = all_to_all(parts, [own] * problem.world_size, problem.group_name)
+def scatter_sum(parts: Sequence[Tensor], problem: Problem) -> Tensor:
+    """The sum over all ranks of what they have of this rank's shard; parts: (…, S_r, D) of each rank's."""
+    own = with_length(parts[0].shape, problem.shards.lengths[problem.rank])
+    received = all_to_all(list(parts), [own] * problem.world_size, problem.group_name)
     return torch.stack(received).sum(0)
 
 

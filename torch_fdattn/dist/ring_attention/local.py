@@ -6,7 +6,7 @@ fp64 inputs) until the last step, whatever the inputs' dtype: between steps noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -151,6 +151,18 @@ def add_gradients(
     dq: Tensor, dkv: Tensor,
 ) -> None:  # fmt: skip
     """Adds the calls' gradients to dq (B, H, M, D) and dkv (2, B, K, N, D), both fp32, and to the problem's score_grads."""
+    for call, *found in call_gradients(dout, dlse, saved, calls, problem):
+        rows, keys = slice(call.q_begin, call.q_end), slice(call.kv_begin, call.kv_end)
+        dq[:, :, rows] += found[0]
+        dkv[0][:, :, keys] += found[1]
+        dkv[1][:, :, keys] += found[2]
+        del found  # or the next call's would be allocated while they are kept
+
+
+def call_gradients(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, calls: Iterable[BlockCall], problem: Problem
+) -> Iterator[tuple[BlockCall, Tensor, Tensor, Tensor]]:
+    """Of each call, in turn, itself and fp32 dq, dk, dv of its rows and keys; those of scores go to the problem's score_grads."""
     _, slopes, _, mask = problem.score_grads
     backward, flags = torch.ops.fdattn.attention_backward, ()
     if slopes is not None or mask is not None:
@@ -164,14 +176,14 @@ def add_gradients(
             q, saved.k[:, :, keys], saved.v[:, :, keys], out, lse, *flags,
             *call_mask(call, q, problem), problem.scale, state_dtype(q), *problem.scores_of(call), *problem.dropout,
         )  # fmt: skip
-        dq[:, :, rows] += found[0]
-        dkv[0][:, :, keys] += found[1]
-        dkv[1][:, :, keys] += found[2]
         if slopes is not None:
             slopes += found[3]
         if mask is not None:
             _part_of(mask, call).add_(found[5])
-        del found  # or the next call's would be allocated while they are kept
+        of_tensors = found[:3]
+        del found
+        yield call, *of_tensors
+        del of_tensors
 
 
 def zero_gradients(q: Tensor, kv_shape: Sequence[int]) -> tuple[Tensor, Tensor]:

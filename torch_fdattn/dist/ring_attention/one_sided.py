@@ -55,9 +55,10 @@ def backward(
         sums = _SumsOfShards(saved.k, problem)
         with _all_keys(saved.k, saved.v, problem, results) as (k, v, arriving):
             everything = saved._replace(k=k, v=v)
-            results += unsharded_gradients(dout, dlse, everything, problem, arriving)
-        dq, dkv = results
-        dk, dv = sums.own(dkv).unbind()
+            dq, dkv = unsharded_gradients(dout, dlse, everything, problem, arriving)
+            parts = [dkv.of(runs) for runs in problem.shards.ranks]
+            results += [dq, *parts]
+        dk, dv = sums.own(parts).unbind()
     return dq, dk, dv
 
 
@@ -155,10 +156,9 @@ class _SumsOfShards:
         nbytes = problem.world_size * largest * torch.float32.itemsize
         self._copies = Copies(problem.group_name, "ring_attention/sum", nbytes, k.device)
 
-    def own(self, x: Tensor) -> Tensor:
-        """This rank's shard of the sum of x (2, B, K, total, D), all positions, in fp32."""
-        shards, world = self._problem.shards, self._problem.world_size
-        parts = [shards.shard(x, rank, dim=-2).contiguous() for rank in range(world)]
+    def own(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum of what all ranks have of this rank's shard, fp32; parts: (2, B, K, S_r, D) of each rank's, contiguous."""
+        world = self._problem.world_size
         if world == 1:
             return parts[0]
         from torch_fdattn.dist.symm.received_sums import sum_received

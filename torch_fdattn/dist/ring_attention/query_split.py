@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
+from torch_fdattn.dist.ring_attention.sequence_shards import Run
 from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
 
 
@@ -22,6 +23,7 @@ def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dkv = unsharded_gradients(dout, dlse, saved, problem)
-    dkv = torch.ops._c10d_functional.all_reduce(dkv, "sum", problem.group_name)
+    everything = dkv.of([Run(0, problem.shards.total)])
+    dkv = torch.ops._c10d_functional.all_reduce(everything, "sum", problem.group_name)
     dk, dv = torch.ops._c10d_functional.wait_tensor(dkv).unbind()
     return dq, dk, dv

@@ -61,4 +61,5 @@ def backward(
         dlse = gather(dlse.unsqueeze(-1), problem).squeeze(-1)
     dq, dkv = zero_gradients(saved.q, saved.k.shape)
     add_gradients(dout, dlse, saved, _calls(problem), problem, dq, dkv)
-    return scatter_sum(dq, problem), *dkv.unbind()
+    parts = [problem.shards.shard(dq, rank, dim=-2) for rank in range(problem.world_size)]
+    return scatter_sum(parts, problem), *dkv.unbind()

@@ -18,7 +18,7 @@ from torch_fdattn.dist.ring_attention.heads import (
 )
 from torch_fdattn.dist.ring_attention.layout import in_order_of
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
-from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
 
 
@@ -40,7 +40,8 @@ def backward(
         dlse = to_heads(dlse.unsqueeze(-1), problem).squeeze(-1)
     dq, dkv = unsharded_gradients(dout, dlse, saved, alone)
     dtype = saved.q.dtype
-    of_keys = (keys_to_tokens(x, problem, dtype) for x in dkv.unbind())
+    everything = dkv.of([Run(0, problem.shards.total)])
+    of_keys = (keys_to_tokens(x, problem, dtype) for x in everything.unbind())
     return to_tokens(dq.to(dtype), problem), *of_keys
 
 

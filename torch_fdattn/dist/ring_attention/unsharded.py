@@ -6,7 +6,7 @@ What the strategies share that bring all keys to the queries (`all_gather`, `one
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from torch import Tensor
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
-    add_gradients,
+    call_gradients,
     call_mask,
     state_dtype,
-    zero_gradients,
 )
 from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.ring_attention.rank_invariant import state_of
@@ -78,8 +77,58 @@ def _attend(q, k, v, call: BlockCall, problem: Problem) -> tuple[Tensor, Tensor]
 
 def unsharded_gradients(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, arriving: Arriving = iter
-) -> tuple[Tensor, Tensor]:
-    """dq, and this rank's part of dkv (2, B, K, total, D), both fp32."""
-    dq, dkv = zero_gradients(saved.q, saved.k.shape)
-    add_gradients(dout, dlse, saved, arriving(_calls(problem)), problem, dq, dkv)
-    return dq, dkv
+) -> tuple[Tensor, GradientParts]:
+    """dq, and this rank's part of dK and dV of all positions, both fp32."""
+    dq, dkv = GradientParts(1, saved.q), GradientParts(2, saved.k)
+    calls = arriving(_calls(problem))
+    for call, of_q, *of_kv in call_gradients(dout, dlse, saved, calls, problem):
+        dq.add(call.q_begin, call.q_end, of_q)
+        dkv.add(call.kv_begin, call.kv_end, *of_kv)
+    lengths = [run.length for run in problem.shards.ranks[problem.rank]]
+    rows = [Run(*run) for run in zip(itertools.accumulate([0, *lengths]), lengths, strict=False)]
+    return dq.of(rows)[0], dkv
+
+
+class GradientParts:
+    """Gradients of tensors like x (B, H, N, D) as calls made them, each of those of N that it saw: nothing is added, or filled
+    with zeros, before it is known whose it is.
+    """
+
+    def __init__(self, count: int, x: Tensor) -> None:
+        """count: how many tensors each call has a gradient of."""
+        self._count, self._x = count, x
+        self._parts: list[tuple[int, int, tuple[Tensor, ...]]] = []
+
+    def add(self, begin: int, end: int, *gradients: Tensor) -> None:
+        self._parts.append((begin, end, gradients))
+
+    def of(self, runs: Sequence[Run]) -> Tensor:
+        """(count, B, H, tokens of the runs, D), fp32: summed in the order of the calls."""
+        if self._count == len(runs) == len(self._parts) == 1:
+            begin, end, (gradient,) = self._parts[0]
+            if (begin, end) == (runs[0].start, runs[0].end):
+                return gradient[None]
+        batch, heads, _, dim = self._x.shape
+        shape = self._count, batch, heads, sum(run.length for run in runs), dim
+        out, begin = self._x.new_empty(shape, dtype=state_dtype(self._x)), 0
+        for run in runs:
+            self._sum(run, out[:, :, :, begin : begin + run.length])
+            begin += run.length
+        return out
+
+    def _sum(self, run: Run, out: Tensor) -> None:
+        is_written = False
+        for begin, end, gradients in self._parts:
+            first, last = max(begin, run.start), min(end, run.end)
+            if first >= last:
+                continue
+            if not is_written and last - first < run.length:
+                out.zero_()
+                is_written = True
+            for there, gradient in zip(out, gradients, strict=True):
+                there = there[:, :, first - run.start : last - run.start]
+                part = gradient[:, :, first - begin : last - begin]
+                there.add_(part) if is_written else there.copy_(part)
+            is_written = True
+        if not is_written:
+            out.zero_()
