@@ -59,6 +59,8 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
         [x.shard(tensor, ranks.rank, 2).contiguous() for tensor in whole] for x in (shards, of_one)
     )
 
+    begins = torch.tensor(documents or (), dtype=torch.int32, device=ranks.device)
+
     def ours(strategy: str, *tensors: Tensor) -> Tensor:
         return ring_attention(
             *tensors, ranks.group_name, shards=shards, causal=options.causal, strategy=strategy, cu_seqlens=documents
@@ -72,7 +74,6 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     def single(*tensors: Tensor) -> Tensor:
         if documents is None:
             return torch_fdattn.attention(*tensors, causal=options.causal)[0]
-        begins = torch.tensor(documents, dtype=torch.int32, device=ranks.device)
         tokens = [x[0].transpose(0, 1) for x in tensors]
         out, _ = torch_fdattn.varlen_attention(*tokens, begins, causal=options.causal)
         return out.transpose(0, 1)[None]
@@ -106,7 +107,9 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
             ranks, recorder, f"{case} {name}", calls, repeats=options.repeats,
             alone={SINGLE} if ranks.device.type == "cpu" else (),
         )  # fmt: skip
-        if options.vs_torch and not documents:
+        if options.vs_torch and documents:
+            recorder.error(f"{case} {name}", "torch_cp", "torch's context_parallel has no packed documents")
+        elif options.vs_torch:
             medians |= _measure_torch(options, ranks, recorder, f"{case} {name}", whole, name)
         for impl, ms in medians.items():
             if impl == ONE_SEQUENCE:

@@ -22,6 +22,7 @@ from torch_fdattn.dist import (
 )
 from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.dist.ring_attention import one_sided
+from torch_fdattn.dist.symm import received_sums
 from torch_fdattn.dist.symm.copies import Copies
 from torch_fdattn.ops.library import INTERPRET, launches
 
@@ -189,7 +190,7 @@ def test_a_call_that_fails_half_way(group, rank_device, monkeypatch, who) -> Non
 
 
 @needs_kernels
-@pytest.mark.parametrize("who", ["all", "rank 0"])
+@pytest.mark.parametrize("who", ["all", "rank 0", "all, then rank 0"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_backward_that_fails(group, rank_device, monkeypatch, who, first) -> None:
     """On all ranks: the next call is as if nothing was. On one: an error that says so, there and on the others."""
@@ -210,18 +211,20 @@ def test_a_backward_that_fails(group, rank_device, monkeypatch, who, first) -> N
     set_timeout(5)
     try:
         expected = None if first else gradients()
-        with monkeypatch.context() as patch:
-            if who == "all" or rank == 0:
-                patch.setattr(one_sided, "unsharded_gradients", fails)
-                with pytest.raises(Failure):
-                    gradients()
-            else:
-                with raising_on_cpus(rank_device):
-                    _, *dkv = gradients()
-                    assert all(x.isnan().all() for x in dkv)
+        for who_now in who.split(", then "):
+            with monkeypatch.context() as patch:
+                if who_now == "all" or rank == 0:
+                    patch.setattr(one_sided, "unsharded_gradients", fails)
+                    with pytest.raises(Failure):
+                        gradients()
+                else:
+                    with raising_on_cpus(rank_device):
+                        _, *dkv = gradients()
+                        assert all(x.isnan().all() for x in dkv)
+            if who_now == "all":
+                found = gradients()
+                assert expected is None or all(map(torch.equal, found, expected))
         if who == "all":
-            found = gradients()
-            assert expected is None or all(map(torch.equal, found, expected))
             return
         begin = time.monotonic()
         said = "left ring_attention's backward" if rank == 0 else "waited for rank 0 "
@@ -232,6 +235,33 @@ def test_a_backward_that_fails(group, rank_device, monkeypatch, who, first) -> N
         set_timeout(10)
         dist.barrier()
         dist.destroy_process_group(new)
+
+
+@needs_kernels
+def test_a_backward_that_fails_when_all_is_sent(group, rank_device, monkeypatch) -> None:
+    """On rank 0: nobody waits for it, so the others have their gradients, and the next call is as any."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1:
+        pytest.skip("needs 2 ranks")
+    shards = SequenceShards.contiguous(16 * world, world)
+    own = [torch.randn(1, 2, 16, 32, device=rank_device).requires_grad_() for _ in range(3)]
+
+    def gradients() -> list[Tensor]:
+        out = ring_attention(*own, group, shards=shards, strategy="one_sided")[0]
+        return torch.autograd.grad(out.sum(), own)
+
+    def fails(*_: object) -> None:
+        raise Failure
+
+    expected = gradients()
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            patch.setattr(received_sums, "sum_received", fails)
+            with pytest.raises(Failure):
+                gradients()
+        else:
+            assert all(map(torch.equal, gradients(), expected))
+    assert all(map(torch.equal, gradients(), expected))
 
 
 @needs_kernels

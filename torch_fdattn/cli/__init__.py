@@ -330,8 +330,8 @@ def tune(
     section: Annotated[
         str | None,
         typer.Option(
-            help="Of attention_tiles and decode_splits on one device; under torchrun of dist_decode and "
-            "tensor_parallel. Separated by commas; default all."
+            help="Of attention_tiles and decode_splits on one device; under torchrun of dist_decode, "
+            "ring_attention and tensor_parallel. Separated by commas; default all."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="What it may take in all.")] = 5.0,

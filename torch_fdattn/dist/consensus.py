@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import NoReturn
 
@@ -28,8 +28,11 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Tensor]] = 
 _consensus: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, str | None]] = (
     weakref.WeakKeyDictionary()
 )
-#: Groups in which this rank left a call by an exception where the others may wait for it: which call, and how many so far.
-_left: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, int]] = weakref.WeakKeyDictionary()
+#: Groups in which this rank left a call by an exception where the others may wait for it: which call, None once they have
+#: come to the next one; and how many it left so.
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str | None, int]] = (
+    weakref.WeakKeyDictionary()
+)
 _assumed = threading.local()
 _REFUSED = "what a rank refuses"
 
@@ -78,7 +81,7 @@ def check_equal_on_all_ranks(
     compared = _compared.setdefault(group, {})
     key = tuple(values.items())
     digest = compared.get(key)
-    if group in _left:
+    if _left.get(group, (None, 0))[0] is not None:
         raise_faults(group_name)
         _await_after_leaving(group, group_name)
     on_cpu = like.device.type == "cpu"
@@ -102,17 +105,20 @@ def refuse_on_all_ranks(group_name: str, like: Tensor, message: str) -> NoReturn
 
 
 @contextlib.contextmanager
-def leaving_by_exceptions(group_name: str, call: str) -> Iterator[None]:
-    """A part of a call that the other ranks wait for, without a collective of the group.
+def leaving_by_exceptions(group_name: str, call: str) -> Iterator[Callable[[], None]]:
+    """A part of a call that the other ranks wait for, without a collective of the group; what it gives is to be called once they
+    have all from this rank.
 
     After an exception in it they time out, and come to no call; or they had one as well, and come. So this rank's next
     call waits for them to say so, on any device, and no longer than they wait: its data would meet that of the call it left.
     """
+    is_waited_for = [True]
     try:
-        yield
+        yield is_waited_for.clear
     except BaseException:
-        group = distributed_c10d._resolve_process_group(group_name)
-        _left[group] = call, _left.get(group, ("", 0))[1] + 1
+        if is_waited_for:
+            group = distributed_c10d._resolve_process_group(group_name)
+            _left[group] = call, _left.get(group, (None, 0))[1] + 1
         raise
 
 
@@ -181,17 +187,19 @@ def _await_after_leaving(group: dist.ProcessGroup, group_name: str) -> None:
     call, count = _left[group]
     limit = timeout_ns() / 1e9
     store = distributed_c10d._get_process_group_store(group)
-    store.set(f"fdattn/left/{count}/{group.rank()}", call)
+    keys = [f"fdattn/left/{count}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], call)
     try:
-        store.wait([f"fdattn/left/{count}/{rank}" for rank in range(group.size())], timedelta(seconds=limit))
+        store.wait(keys, timedelta(seconds=limit))
     except RuntimeError as error:
+        store.delete_key(keys[group.rank()])  # a later group of this name has the same ones
         raise PeerTimeout(
             group_name, group.rank(), -1, call, 0,
             f"rank {group.rank()} left {call} by an exception, and the other ranks of group {group_name!r} did not come to its "
             f"next call within {limit:g} s: they time out in the one that it left, and raise PeerTimeout; make a new process "
             "group to go on",
         ) from error  # fmt: skip
-    del _left[group]
+    _left[group] = None, count
 
 
 def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:

@@ -1,7 +1,8 @@
 """The tuned table's file: where it lies, read with errors that name path and field, written whole or not at all.
 
 {"schema": 1, "machines": [{"gpu": …, "architecture": …, "triton": …, "torch_fdattn": …, "torch": …, "count": …, "date": …,
-"attention_tiles": [entry, …], "decode_splits": […], "dist_decode": […], "tensor_parallel": […]}, …]}
+"attention_tiles": [entry, …], "decode_splits": […], "dist_decode": […], "ring_attention": […],
+"tensor_parallel": […]}, …]}
 
 One file may hold several machines, so that a shared home or a repository can: a record speaks for its GPU, and for its
 versions of triton and torch_fdattn.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist import SequenceShards, ring_attention
-from torch_fdattn.dist.ring_attention.auto import UNMEASURED, nearest
+from torch_fdattn.dist.ring_attention.auto import nearest
 from torch_fdattn.ops.attention import trials
 from torch_fdattn.tables import entries
 from torch_fdattn.tables.device import Device
@@ -70,4 +70,4 @@ def _shipped(session: Session, tokens: int) -> str:
     """What is chosen without the file that this writes."""
     shipped = entries(SECTION, Device.of(session.device))
     pairs = [pair for x in shipped if x["ranks"] == session.ranks for pair in x["choices"]]
-    return nearest(pairs, tokens) if pairs else UNMEASURED
+    return nearest(pairs, tokens)

@@ -13,6 +13,7 @@ from tests.mutants.faults.runs import (
     RANK_INVARIANT,
     RING_MASKS,
     RING_ONE_SIDED,
+    RING_PLANS,
     SHARDED_PAGES,
     SURVIVORS,
     SWIGLU,
@@ -54,7 +55,23 @@ FAULTS = (
     ),
     Fault(
         "a run copied to where the shard has it", f"{_RING}/one_sided.py",
-        "(first + run.start) * row", "(first + begin) * row", RING_ONE_SIDED,
+        "(first + run.start) * row", "(first + run.start - runs[0].start) * row", RING_ONE_SIDED,
+    ),
+    Fault(
+        "keys awaited up to the first run that a call sees", f"{_RING}/one_sided.py",
+        "seen[-1] < _ahead(runs)", "seen[0] < _ahead(runs)", RING_ONE_SIDED,
+    ),
+    Fault(
+        "a second call left alone counted as the first", "torch_fdattn/dist/consensus.py",
+        "_left[group] = None, count", "_left[group] = None, 0", RING_ONE_SIDED,
+    ),
+    Fault(
+        "the last call's gradients of tokens alone", f"{_RING}/unsharded.py",
+        "there.add_(part) if is_written else there.copy_(part)", "there.copy_(part)", RING_PLANS,
+    ),
+    Fault(
+        "a call without the last key that it sees", f"{_RING}/plan.py",
+        "last + right + 1 - self.kv_start", "last + right - self.kv_start", RING_PLANS,
     ),
     Fault(
         "gradients of other ranks' keys left out", f"{_RING}/one_sided.py",

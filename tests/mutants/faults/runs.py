@@ -104,6 +104,9 @@ RANK_INVARIANT = Tests(
 RING_ONE_SIDED = Tests(
     "ring attention by copies", ("tests/dist/test_ring_one_sided.py",), interpret=True, ranks=2
 )
+RING_PLANS = Tests(
+    "calls of a plan, and their gradients", ("tests/test_sequence_shards.py", "tests/test_gradient_parts.py")
+)  # fmt: skip
 ULYSSES_RING = Tests("heads and rings over ranks", ("tests/dist/test_ulysses_ring.py",), ranks=4)
 COMPILED_POSITIONS = Tests(
     "masks of positions compiled over ranks",

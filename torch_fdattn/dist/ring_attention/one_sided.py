@@ -8,14 +8,15 @@ A call waits only for the keys that it sees. Each rank's runs travel in two part
 shards and a causal mask the first call of a rank, over an early run of queries, needs at most the others' first parts, and
 the later runs of keys arrive beside it.
 
-Memory: K and V of the whole sequence on every rank, in the backward their fp32 gradients, and as much symmetric memory,
-which stays (`dist/symm/channel.py`). Ranks of one host.
+Memory: symmetric memory for K and V of the whole sequence, and in the backward for the fp32 gradients of a shard from each
+rank, which stays (`dist/symm/channel.py`); in the backward also the fp32 gradients of the keys that a rank's calls see, and
+those of all positions by owner. Ranks of one host.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,14 +52,14 @@ def backward(
     # The others wait for this rank's part of the sums, and had the same exception or time out.
     with leaving_by_exceptions(
         problem.group_name, "ring_attention's backward (strategy 'one_sided')"
-    ):
+    ) as all_is_sent:
         sums = _SumsOfShards(saved.k, problem)
         with _all_keys(saved.k, saved.v, problem, results) as (k, v, arriving):
             everything = saved._replace(k=k, v=v)
             dq, dkv = unsharded_gradients(dout, dlse, everything, problem, arriving)
             parts = [dkv.of(runs) for runs in problem.shards.ranks]
             results += [dq, *parts]
-        dk, dv = sums.own(parts).unbind()
+        dk, dv = sums.own(parts, all_is_sent).unbind()
     return dq, dk, dv
 
 
@@ -156,7 +157,7 @@ class _SumsOfShards:
         nbytes = problem.world_size * largest * torch.float32.itemsize
         self._copies = Copies(problem.group_name, "ring_attention/sum", nbytes, k.device)
 
-    def own(self, parts: Sequence[Tensor]) -> Tensor:
+    def own(self, parts: Sequence[Tensor], all_is_sent: Callable[[], None]) -> Tensor:
         """The sum of what all ranks have of this rank's shard, fp32; parts: (2, B, K, S_r, D) of each rank's, contiguous."""
         world = self._problem.world_size
         if world == 1:
@@ -172,6 +173,7 @@ class _SumsOfShards:
             for i in range(1, world):
                 owner = (copies.rank + i) % world
                 copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
+            all_is_sent()
             if out.numel():
                 sum_received(copies, own, out)
         copies.raise_if_lost()

@@ -91,7 +91,7 @@ def unsharded_gradients(
 
 class GradientParts:
     """Gradients of tensors like x (B, H, N, D) as calls made them, each of those of N that it saw: nothing is added, or filled
-    with zeros, before it is known whose it is.
+    with zeros, before it is known whose it is, unless what they hold is more than twice N.
     """
 
     def __init__(self, count: int, x: Tensor) -> None:
@@ -101,6 +101,9 @@ class GradientParts:
 
     def add(self, begin: int, end: int, *gradients: Tensor) -> None:
         self._parts.append((begin, end, gradients))
+        length = self._x.shape[2]
+        if len(self._parts) > 1 and sum(end - begin for begin, end, _ in self._parts) > 2 * length:
+            self._parts = [(0, length, tuple(self.of([Run(0, length)])))]
 
     def of(self, runs: Sequence[Run]) -> Tensor:
         """(count, B, H, tokens of the runs, D), fp32: summed in the order of the calls."""

@@ -287,7 +287,7 @@ class Copies:
 
     @contextlib.contextmanager
     def until_finished(self, outputs: Sequence[Tensor]) -> Iterator[None]:
-        """What comes after `start`, and reads everything; outputs, contiguous, become NaN if a chunk was lost."""
+        """What comes after `start`, and reads everything; outputs, dense in memory, become NaN if a chunk was lost."""
         try:
             yield
         finally:
