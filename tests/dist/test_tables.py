@@ -120,7 +120,8 @@ def test_ring_attention_chooses_alike(ranks, rank_device, tmp_path) -> None:
     assert chosen(near, far) == "one_sided"
     assert chosen([64 * tokens, "one_sided"], [tokens, "ring"]) == "another"
     assert chosen() == "another"
-    assert chosen(near, dtype=torch.float64) == "another"
+    if rank_device.type == "cpu":  # float64 runs there only
+        assert chosen(near, dtype=torch.float64) == "another"
     assert chosen([tokens + dist.get_rank(), "one_sided"]) == "another"
 
 
