@@ -49,7 +49,7 @@ FP8_CASES: tuple[AttentionCase, ...] = (
 
 #: Each feature of attention at 8k, beside plain causal attention; a window also at 32k. See features.py.
 FEATURES = (
-    "plain", "bias", "bias-grad", "alibi", "softcap", "window1024", "sinks", "dropout", "varlen",
+    "plain", "bias", "bias-grad", "alibi", "softcap", "window1024", "sinks", "dropout", "lengths", "varlen",
 )  # fmt: skip
 FEATURE_CASES: tuple[AttentionCase, ...] = (
     *(AttentionCase(f"8k {x}", 1, 16, 16, 8192, 128, True, feature=x) for x in FEATURES),

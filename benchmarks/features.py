@@ -1,7 +1,8 @@
 """What attention does besides plain causal masks: the tensors of a case that asks for it, and what it amounts to.
 
     plain, bias (1, H, S, S), bias-grad (with its gradient), alibi, softcap, windowW, sinks, dropout,
-    varlen (documents packed one after the other, each attending to itself)
+    lengths (the last quarter of the keys is padding), varlen (documents packed one after the other, each attending to
+    itself)
 
 Each peer has it the best way that it knows: ours through its keywords, FlexAttention through score and mask functions,
 `sdpa` through scaled_dot_product_attention with what the feature amounts to written out as one additive or boolean
@@ -34,6 +35,7 @@ class Extras(NamedTuple):
     sinks: Tensor | None = None  # (H,) fp32
     window: int | None = None
     cu_seqlens: Tensor | None = None  # (documents + 1,) int32
+    kv_lens: Tensor | None = None  # (1,) int32
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
@@ -62,6 +64,10 @@ def extras_of(case: AttentionCase, device: torch.device) -> Extras:
         return Extras(device, sinks=torch.randn(heads, generator=made, device=device))
     if feature.startswith("window"):
         return Extras(device, window=int(feature.removeprefix("window")))
+    if feature == "lengths":
+        return Extras(
+            device, kv_lens=torch.tensor([length * 3 // 4], dtype=torch.int32, device=device)
+        )
     if feature == "varlen":
         ends = [0, *(round(part * length) for part in DOCUMENTS)]
         return Extras(device, cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device))
@@ -77,6 +83,8 @@ def added(case: AttentionCase, extras: Extras, dtype: torch.dtype) -> Tensor:
     hidden = distance < 0
     if extras.window is not None:
         hidden |= distance >= extras.window
+    if extras.kv_lens is not None:
+        hidden |= position[None, :] >= extras.kv_lens
     document = extras.documents(case.seq_len)
     hidden |= document[:, None] != document[None, :]
     scores = torch.zeros(1, 1, 1, 1, dtype=dtype, device=extras.device)

@@ -39,6 +39,8 @@ class Fdattn(Implementation):
             options["dropout_p"] = features.DROPOUT
         elif extras.window is not None:
             options["window"] = (extras.window - 1, 0)
+        elif extras.kv_lens is not None:  # queries stay where they are
+            options |= dict(kv_lens=extras.kv_lens, q_start=torch.zeros_like(extras.kv_lens))
         named = dict(attn_mask=extras.bias, alibi_slopes=extras.slopes, sinks=extras.sinks)
         options |= {name: x for name, x in named.items() if x is not None}
         return lambda q, k, v: attention(q, k, v, **options)[0]

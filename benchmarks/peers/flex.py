@@ -40,7 +40,7 @@ class Flex(Implementation):
         if case.feature == "dropout":
             raise NotImplementedError("flex has no dropout")
         extras, length = features.extras_of(case, device), case.seq_len
-        _, bias, slopes, sinks, window, cu_seqlens = extras
+        _, bias, slopes, sinks, window, cu_seqlens, kv_lens = extras
         document = extras.documents(length) if cu_seqlens is not None else None
 
         def modified(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -53,6 +53,8 @@ class Flex(Implementation):
         def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             if document is not None:
                 return (q >= k) & (document[q] == document[k])
+            if kv_lens is not None:
+                return (q >= k) & (k < kv_lens[0])
             return (q >= k) if window is None else (q >= k) & (q - k < window)
 
         mask = None
