@@ -6,8 +6,11 @@ import random
 import pytest
 import torch
 
+from torch_fdattn.dist.ring_attention.local import Problem, call_mask
 from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
+from torch_fdattn.dist.ring_attention.unsharded import unsharded_calls
+from torch_fdattn.ops.attention.dropout import Dropout
 
 
 def test_zigzag_pairs_early_and_late_chunks():
@@ -76,6 +79,29 @@ def pairs_of(call: BlockCall) -> set[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_causal_calls_of_zigzag_shards_need_no_positions(world: int) -> None:
+    """Neither over all keys nor block by block: a kernel that is given none takes its faster form, and the host makes none."""
+    shards = SequenceShards.zigzag(64 * world, world)
+    problem = Problem("", 0, shards, -1, 0, 1.0)
+    for rank in range(world):
+        of_rank = problem._replace(rank=rank)
+        calls = unsharded_calls(of_rank)
+        for other in range(world):
+            calls += of_rank.calls(shards.ranks[rank], shards.ranks[other])
+        for call in calls:
+            q = torch.zeros(1, 1, call.q_end - call.q_begin, 8)
+            assert call_mask(call, q, of_rank)[:3] == (None, None, None)
+    # Dropout counts positions, and lengths do.
+    call = unsharded_calls(problem)[0]
+    for positions in (
+        dict(dropout=Dropout(0.5)),
+        dict(kv_lens=torch.tensor([3], dtype=torch.int32)),
+    ):
+        found = call_mask(call, torch.zeros(1, 1, call.q_end, 8), problem._replace(**positions))
+        assert found.q_start is not None
+
+
 def test_plans_see_each_visible_pair_once():
     for seed in range(300):
         rng = random.Random(seed)
@@ -109,6 +135,10 @@ def test_plans_see_each_visible_pair_once():
                 keys = [key for _, key in pairs_of(call)]
                 ends = min(keys), max(keys) + 1
                 assert (cut.kv_begin, cut.kv_end) == ends, f"seed {seed}"
+                for x in (call, cut):
+                    if x.ends_together:  # positions that attention takes where none are given
+                        rows, keys = x.q_end - x.q_begin, x.kv_end - x.kv_begin
+                        assert pairs_of(x._replace(q_start=keys - rows, kv_start=0)) == pairs_of(x)
 
 
 @pytest.mark.parametrize("by_position", [False, True])

@@ -29,6 +29,14 @@ class BlockCall(NamedTuple):
     kv_start: int | None = None
     window: tuple[int, int] = (-1, -1)
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether its last query has the position of its last key, as attention has it where no positions are given."""
+        if self.q_start is None or self.kv_start is None:
+            return False
+        rows, keys = self.q_end - self.q_begin, self.kv_end - self.kv_begin
+        return self.q_start + rows == self.kv_start + keys
+
     def over_seen_keys(self) -> BlockCall:
         """Without the keys at either end that none of its rows sees."""
         if self.q_start is None or self.kv_start is None:

@@ -23,7 +23,8 @@ from torch_fdattn.dist.ring_attention.rank_invariant import state_of
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
 
 
-def _calls(problem: Problem) -> list[BlockCall]:
+def unsharded_calls(problem: Problem) -> list[BlockCall]:
+    """Of this rank's queries over all keys."""
     everything = [Run(0, problem.shards.total)]
     calls = problem.calls(problem.shards.ranks[problem.rank], everything)
     if problem.invariant_block is not None:  # the same shapes on any number of ranks
@@ -40,7 +41,7 @@ def attend_unsharded(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, arriving: Arriving = iter
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
-    calls = _calls(problem)
+    calls = unsharded_calls(problem)
     if problem.invariant_block is not None or not _apart(calls):
         state = state_of(q, problem)
         state.add(k, v, list(arriving(calls)))
@@ -80,7 +81,7 @@ def unsharded_gradients(
 ) -> tuple[Tensor, GradientParts]:
     """dq, and this rank's part of dK and dV of all positions, both fp32."""
     dq, dkv = GradientParts(1, saved.q), GradientParts(2, saved.k)
-    calls = arriving(_calls(problem))
+    calls = arriving(unsharded_calls(problem))
     for call, of_q, *of_kv in call_gradients(dout, dlse, saved, calls, problem):
         dq.add(call.q_begin, call.q_end, of_q)
         dkv.add(call.kv_begin, call.kv_end, *of_kv)
