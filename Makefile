@@ -8,6 +8,8 @@
 TORCH  ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.7.1,)
 VENV   ?= .venv
+# What `make test-triton` compiles with, beside TRITON.
+OTHER_TRITON ?= triton==3.6.0
 PYTHON ?= $(VENV)/bin/python
 NPROC  ?= 2
 CALLS  ?= 100000
@@ -25,7 +27,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: bench-ranks demo test test-capabilities test-slow test-browser test-overlays hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: bench-ranks demo test test-capabilities test-slow test-browser test-overlays test-triton hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -75,6 +77,10 @@ test-browser: $(TESTED)  ## The server's page in the system's Chromium (FDATTN_C
 
 test-overlays: $(TESTED)  ## The drop-ins with other packages and versions: transformers by era, kernels, torchtitan; pip installs them into build/overlays.
 	$(PYTHON) -m tests overlays
+
+test-triton: $(TESTED)  ## Hopper's attention compiled by another Triton, which pip installs into build/overlays: OTHER_TRITON=triton==3.6.0.
+	over=$$($(PYTHON) -c "from tests.overlays import overlay; print(overlay('$(OTHER_TRITON)'))") && \
+	PYTHONPATH="$$over$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest -q -n 2 tests/compile_only/test_hopper*.py
 
 hub-kernel: $(READY)  ## The ops in the layout of Hugging Face's kernels package: FOLDER=/a/new/folder outside of the checkout.
 	$(PYTHON) -m tools.hub_kernel $(FOLDER)

@@ -2,7 +2,7 @@
 
 transformers behaves differently where `kernels` is installed, and has one version at a time. A test marked `overlay`
 has pip install what it needs into build/overlays, once, and runs a process with that folder first on its path;
-`make test-overlays` runs them, and needs a package index.
+`make test-overlays` runs them, and needs a package index. `make test-triton` has another Triton installed so.
 """
 
 from __future__ import annotations

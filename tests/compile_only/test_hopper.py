@@ -67,24 +67,29 @@ def launch_of(
     ],
 )
 def test_compiles(head_dim, mask):
-    compiled = compile_launch(launch_of(head_dim, mask), ARCHS["sm_90"])
+    checked(launch_of(head_dim, mask), head_dim)
+
+
+def checked(launch: Launch, head_dim: int, most: int = 0, product: str = "HGMMA") -> str:
+    """The machine code of a launch: on the tensor cores, with few bytes that spill, or so many at most.
+
+    None spill from QK of a step to its last exponential: `WARPGROUP.DEPBAR … 0x1`, 0x3 of three parts, waits for that QK
+    alone.
+    """
+    compiled = compile_launch(launch, ARCHS["sm_90"])
     assert compiled.metadata.shared <= ARCHS["sm_90"].shared_size
-    sass = disassembled(compiled.asm["cubin"])
-    check_spills(compiled, sass, head_dim)
-    # The products of a block of keys, 64 rows by 16 of the summed dim each, in each of two warp groups.
-    keys = keys_of_a_block(head_dim)
-    assert sass.count("HGMMA") >= 2 * (head_dim + keys) // 16
-
-
-def check_spills(compiled, sass: str, head_dim: int, most: int = 0) -> None:
-    """Few bytes, and none from QK of a step to its last exponential: `WARPGROUP.DEPBAR … 0x1`, 0x3 of three parts, waits for that QK alone."""
     assert nvidia_usage(compiled)[1] <= max(SPILLS[head_dim], most)
+    sass = disassembled(compiled.asm["cubin"])
     assert not early_writes(sass)
+    # The products of a block of keys, 64 rows by 32 bytes of the summed dim each, in each of two warp groups.
+    summed = {"HGMMA": 16, "QGMMA": 32}[product]
+    assert sass.count(product) >= 2 * (head_dim + keys_of_a_block(head_dim)) // summed
     steps = re.findall(r"gsb0, 0x[13] ;(.*?)gsb0, 0x0 ;", sass, re.DOTALL)
     assert len(steps) >= 2  # of two warp groups
     for step in steps:
         if step.count("MUFU.EX2") > 8:
             assert not re.search(r"\b(LDL|STL)\b", step)
+    return sass
 
 
 @pytest.mark.slow
@@ -94,8 +99,7 @@ def check_spills(compiled, sass: str, head_dim: int, most: int = 0) -> None:
 def test_compiles_with_changed_scores(softcap, mask, head_dim):
     """ALiBi and sinks at once, and a softcap, without which ALiBi's bias comes first."""
     scores = Scores(softcap, meta(2, 8), meta(8, dtype=torch.bfloat16))
-    compiled = compile_launch(launch_of(head_dim, mask, scores=scores), ARCHS["sm_90"])
-    check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+    checked(launch_of(head_dim, mask, scores=scores), head_dim)
 
 
 def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
@@ -103,9 +107,7 @@ def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
     slopes = Scores(0.0, meta(2, 8))
     steps = {}
     for name, scores in (("plain", NO_SCORES), ("ALiBi", slopes)):
-        compiled = compile_launch(launch_of(128, "causal", scores=scores), ARCHS["sm_90"])
-        sass = disassembled(compiled.asm["cubin"])
-        check_spills(compiled, sass, 128)
+        sass = checked(launch_of(128, "causal", scores=scores), 128)
         steps[name] = max(step_loops(sass), key=len)
     more = {x: steps["ALiBi"].count(x) - steps["plain"].count(x) for x in ("FFMA", "FADD", "FMUL")}
     assert more["FFMA"] == 64  # scores of a thread: 64 rows by 128 keys in 128 threads
@@ -124,22 +126,26 @@ def test_compiles_for_packed_sequences(softcap, mask, head_dim):
     options = AttentionOptions(mask, 1.0, Scores(softcap, meta(4, 8), meta(8)))
     packed = Packed(meta(5, **INT), meta(5, **INT))
     made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
-    launch = Launch(made.kernel, made.arguments, made.options)
-    compiled = compile_launch(launch, ARCHS["sm_90"])
-    check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+    checked(Launch(made.kernel, made.arguments, made.options), head_dim)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("page", "head_dim"),
+    [
+        (page, dim)
+        for page in (16, 32, 64, 128)
+        for dim in HEAD_DIMS
+        if page <= keys_of_a_block(dim)
+    ],
+)
 def test_compiles_for_pages(page, head_dim):
     """The loading warp, of 24 registers a thread, spills the numbers of eight pages."""
     q, k = meta(1, 8, 5000, head_dim, dtype=torch.bfloat16), meta(300, 2, page, head_dim, dtype=torch.bfloat16)  # fmt: skip
     options = AttentionOptions(Mask(meta(4, **INT), window_right=0), 1.0)
     packed = Packed(meta(5, **INT), None, meta(4, 100, **INT))
     made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
-    compiled = compile_launch(Launch(made.kernel, made.arguments, made.options), ARCHS["sm_90"])
-    check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim, most=104)
+    checked(Launch(made.kernel, made.arguments, made.options), head_dim, most=104)
 
 
 def test_rows_that_results_cannot_have():
@@ -154,8 +160,7 @@ def test_rows_that_results_cannot_have():
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 96, 160])
 def test_compiles_with_padded_heads(head_dim):
-    compiled = compile_launch(launch_of(head_dim, "causal"), ARCHS["sm_90"])
-    check_spills(compiled, disassembled(compiled.asm["cubin"]), padded(head_dim))
+    checked(launch_of(head_dim, "causal"), padded(head_dim))
 
 
 @pytest.mark.parametrize(
@@ -173,17 +178,16 @@ def test_compiles_for_fp8(head_dim, mask):
     scales = meta(2, 8), meta(2, 2), meta(2, 2)
     out = meta(2, 8, queries, head_dim, dtype=torch.bfloat16)
     options = AttentionOptions(positions, head_dim**-0.5, dtype=torch.bfloat16)
-    launches = fp8_launches(q, k, k, *scales, options, out, meta(2, 8, queries), meta(1, **INT))
-    for made in launches:
-        compiled = compile_launch(Launch(made.kernel, made.arguments, made.options), ARCHS["sm_90"])
-    sass = disassembled(compiled.asm["cubin"])
-    check_spills(compiled, sass, head_dim)
-    block = keys_of_a_block(head_dim)
-    assert sass.count("QGMMA") >= 2 * (head_dim + block) // 32
+    given = q, k, k, *scales, options, out, meta(2, 8, queries), meta(1, **INT)
+    transposing, attention = (
+        Launch(x.kernel, x.arguments, x.options) for x in fp8_launches(*given)
+    )
+    compile_launch(transposing, ARCHS["sm_90"])
+    sass = checked(attention, head_dim, product="QGMMA")
     step = max(
         re.findall(r"gsb0, 0x[13] ;(.*?)gsb0, 0x0 ;", sass, re.DOTALL), key=lambda x: x.count("EX2")
     )
-    assert step.count("PRMT") <= block // 4
+    assert step.count("PRMT") <= keys_of_a_block(head_dim) // 4
 
 
 def test_writes_to_registers_of_a_product_are_found():
@@ -211,13 +215,14 @@ def test_compiles_with_results_in_float32(head_dim):
     options = AttentionOptions(positions, 1.0, dtype=torch.float32)
     out = meta(2, 8, queries, head_dim)
     made = forward_launch(q, k, k, options, out, meta(2, 8, queries), meta(1, **INT))
-    compiled = compile_launch(Launch(made.kernel, made.arguments, made.options), ARCHS["sm_90"])
-    check_spills(compiled, disassembled(compiled.asm["cubin"]), head_dim)
+    checked(Launch(made.kernel, made.arguments, made.options), head_dim)
 
 
 @pytest.mark.slow
-def test_compiles_in_float16():
-    compile_launch(launch_of(128, "causal", torch.float16), ARCHS["sm_90"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+def test_compiles_in_float16(mask, head_dim):
+    checked(launch_of(head_dim, mask, torch.float16), head_dim)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ ON_HOPPER = [
         reason="needs a CUDA device of sm_90",
     ),
 ]
-#: What a GPU that is shared may take for some thousand launches.
+#: What a GPU that is shared may take for ten thousand launches.
 LIMIT_S = 300
 
 

@@ -48,15 +48,39 @@ class Form(NamedTuple):
 Sequence = tuple[Tensor, Tensor, Tensor]
 
 
-def selecting(form: Form, head_dim: int, heads: int, kv_heads: int, device: str, largest: int = 3) -> list[Sequence]:  # fmt: skip
-    """Drawn sequences, float64; values are integers up to `largest`."""
+def selecting(
+    form: Form, head_dim: int, heads: int, kv_heads: int, device: str, largest: int = 3, sinks: int = 0
+) -> list[Sequence]:  # fmt: skip
+    """Drawn sequences, float64; values are integers up to `largest`. With a sink m - 1 keys weigh 1 / m each."""
     return [
-        _selecting(*lengths, form.window, head_dim, heads, kv_heads, device, largest)
+        _selecting(*lengths, form.window, head_dim, heads, kv_heads, device, largest, sinks)
         for lengths in zip(form.queries, form.keys, strict=True)
     ]
 
 
-def _selecting(q_len, kv_len, window, head_dim, heads, kv_heads, device, largest) -> Sequence:
+def selecting_with_sinks(
+    form: Form, head_dim: int, heads: int, kv_heads: int, device: str
+) -> tuple[list[Sequence], dict]:
+    """(sequences, the call's options): sinks of 0, the score of the keys that are selected."""
+    sequences = selecting(form, head_dim, heads, kv_heads, device, sinks=1)
+    return sequences, dict(sinks=torch.zeros(heads, device=device))
+
+
+def selecting_the_nearest(
+    form: Form, head_dim: int, heads: int, kv_heads: int, device: str
+) -> tuple[list[Sequence], dict]:
+    """(sequences of at most 1024 keys, the call's options): of the keys selected the nearest has all the weight, or two have.
+
+    ALiBi slopes are 12 to 15. What is a key farther away weighs e⁻¹² or less, which bfloat16 does not show in values from 1
+    to 4; what is not selected is 16384 below, more than any distance makes.
+    """
+    drawn = selecting(form, head_dim, heads, kv_heads, device)
+    sequences = [(q, k, v.abs() + 1) for q, k, v in drawn]
+    slopes = 12.0 + torch.arange(heads, device=device) % 4
+    return sequences, dict(scale=1.0, alibi_slopes=slopes)
+
+
+def _selecting(q_len, kv_len, window, head_dim, heads, kv_heads, device, largest, sinks) -> Sequence:  # fmt: skip
     left, right = window
     # From a fifth of the keys to less than one: whatever a row sees, some codes have few keys of these.
     frequencies = 2.0 ** (-torch.arange(ANCHOR, device=device) / 3)
@@ -70,7 +94,8 @@ def _selecting(q_len, kv_len, window, head_dim, heads, kv_heads, device, largest
     if right >= 0:
         end = (position + right + 1).clamp(0, kv_len)
     counts = before[:, end] - before[:, first]
-    chances = counts * ((counts & (counts - 1) == 0) & (counts <= MOST_KEYS))
+    weighed = counts + sinks
+    chances = counts * ((weighed & (weighed - 1) == 0) & (weighed <= MOST_KEYS))
     unseen = chances.sum(-1) == 0
     assert torch.equal(unseen, (end <= first).expand_as(unseen))
     chances[..., ANCHOR] += unseen
@@ -101,10 +126,10 @@ def normal(form: Form, head_dim: int, heads: int, kv_heads: int, device: str) ->
     ]
 
 
-def exact(form: Form, sequences: list[Sequence], scale: float | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) as the form's op returns them, float64."""
+def exact(form: Form, sequences: list[Sequence], **options) -> tuple[Tensor, Tensor]:
+    """(out, lse) as the form's op returns them with these options, float64."""
     found = [
-        attention_oracle(*(x[None] for x in each), window=form.window, scale=scale)
+        attention_oracle(*(x[None] for x in each), window=form.window, **options)
         for each in sequences
     ]
     outs, lses = ([x[0] for x in each] for each in zip(*found, strict=True))

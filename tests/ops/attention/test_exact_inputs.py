@@ -16,6 +16,8 @@ from tests.ops.attention.exact_inputs import (
     exact_gradients,
     exact_slope_gradients,
     selecting,
+    selecting_the_nearest,
+    selecting_with_sinks,
     slopes_backward_of,
     sparse_gradients,
 )
@@ -55,6 +57,33 @@ def test_results_of_float8_are_exact(form):
     form = FORMS[form]
     sequences = selecting(form, 64, 4, 2, "cpu")
     assert torch.equal(call_of(form, sequences, FP8)()[0], exact(form, sequences)[0].bfloat16())
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_results_with_sinks_are_exact(form):
+    sequences, options = selecting_with_sinks(form, 64, 4, 2, "cpu")
+    expected, lse = exact(form, sequences, **options)
+    assert torch.equal(expected.bfloat16().double(), expected)
+    # Of keys, and one for the sink: 1 where a row sees no key.
+    counts = set(lse.flatten().exp().round().int().tolist())
+    assert {1, 2, 4, 8, MOST_KEYS} >= counts > {2}
+    out, found_lse = call_of(form, sequences, torch.bfloat16, **options)()
+    assert torch.equal(out, expected.bfloat16())
+    torch.testing.assert_close(found_lse.double(), lse)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_results_of_the_nearest_are_exact(form):
+    """To what bfloat16 shows: integers, or halves of two keys at both sides of a row."""
+    sequences, options = selecting_the_nearest(form, 64, 4, 2, "cpu")
+    expected, lse = exact(form, sequences, **options)
+    rounded = expected.bfloat16()
+    assert torch.equal(rounded * 2, (rounded * 2).round())
+    torch.testing.assert_close(rounded.double(), expected, rtol=1e-4, atol=0.0)
+    out, found_lse = call_of(form, sequences, torch.bfloat16, **options)()
+    assert torch.equal(out, rounded)
+    assert lse[lse > -torch.inf].min() < -500  # a key that is far away counts, too
+    torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-5)
 
 
 def as_kernels_do(dout, q, k, v, out, lse, window):

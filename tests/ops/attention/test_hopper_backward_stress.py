@@ -71,7 +71,7 @@ def test_a_thousand_exact_gradients(ordered, form, head_dim, kv_heads, dtype):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("form", [x for x in FORMS if x != "packed"])
 @IN_ORDER
-def test_exact_gradients_of_slopes(ordered, form, head_dim):
+def test_a_thousand_exact_gradients_of_slopes(ordered, form, head_dim):
     """With those of q, k and v: sums over all of a warp's keys and all blocks of queries, which rounds none of them."""
     form, calls = FORMS[form], []
     form_of = in_order if ordered else same
@@ -83,7 +83,7 @@ def test_exact_gradients_of_slopes(ordered, form, head_dim):
         assert all(x.any() for x in expected)
         call = slopes_backward_of(form, sequences, douts, torch.bfloat16)
         calls.append(Checked(form_of(call), expected))
-    repeated(kernel_of(form), calls, 200)
+    repeated(kernel_of(form), calls, 1000)
 
 
 def drawn(form: Form, head_dim: int):

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from tests.ops.attention.counting import ON_HOPPER, Checked, repeated
-from tests.ops.attention.exact_inputs import FP8, Form, call_of, exact, normal, selecting
+from tests.ops.attention.exact_inputs import (
+    FP8,
+    Form,
+    call_of,
+    exact,
+    normal,
+    selecting,
+    selecting_the_nearest,
+    selecting_with_sinks,
+)
 
 pytestmark = ON_HOPPER
 
@@ -36,17 +45,23 @@ def kernel_of(form: Form, dtype: torch.dtype) -> str:
     return f"{'' if dense else 'varlen_'}attention_forward/hopper"
 
 
-def check_exact(form: Form, head_dim: int, dtype: torch.dtype) -> None:
-    """Three inputs in turn, so that a register of the launch before holds something else."""
+def selecting_alone(*given):
+    return selecting(*given), {}
+
+
+def check_exact(
+    form: Form, head_dim: int, dtype: torch.dtype, drawn=selecting_alone, rounding: float = 0.0
+) -> None:
+    """Three inputs in turn, so that a register of the launch before holds something else; rounding: of results and lse."""
     calls = []
     for _ in range(3):
-        sequences = selecting(form, head_dim, HEADS, KV_HEADS, "cuda")
-        out, lse = exact(form, sequences)
-        call = call_of(form, sequences, dtype)
+        sequences, options = drawn(form, head_dim, HEADS, KV_HEADS, "cuda")
+        out, lse = exact(form, sequences, **options)
+        call = call_of(form, sequences, dtype, **options)
         found_lse = call()[1]
-        torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found_lse.double(), lse, rtol=1e-5, atol=1e-5 + rounding)
         rounded = out.to(torch.bfloat16 if dtype == FP8 else dtype)
-        assert torch.equal(rounded.double(), out)
+        torch.testing.assert_close(rounded.double(), out, rtol=rounding, atol=0.0)
         calls.append(Checked(call, (rounded, found_lse)))
     repeated(kernel_of(form, dtype), calls, 1000)
 
@@ -58,10 +73,23 @@ def test_a_thousand_exact_results(form, head_dim, dtype):
     check_exact(FORMS[form], head_dim, dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @IN_FLOAT8
 def test_a_thousand_exact_results_of_float8(form, head_dim):
     check_exact(FORMS[form], head_dim, FP8)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@EACH_FORM
+def test_a_thousand_exact_results_with_sinks(form, head_dim):
+    check_exact(FORMS[form], head_dim, torch.bfloat16, selecting_with_sinks)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@EACH_FORM
+def test_a_thousand_exact_results_with_alibi(form, head_dim):
+    """Bfloat16 rounds the weights of all keys but the nearest away, and float32's errors of large biases too."""
+    check_exact(FORMS[form], head_dim, torch.bfloat16, selecting_the_nearest, 2e-4)
 
 
 def check_bits(form: Form, head_dim: int, dtype: torch.dtype, **options) -> None:
@@ -78,7 +106,7 @@ def test_same_bits(form, head_dim):
     check_bits(FORMS[form], head_dim, torch.bfloat16)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @IN_FLOAT8
 def test_same_bits_of_float8(form, head_dim):
     check_bits(FORMS[form], head_dim, FP8)
