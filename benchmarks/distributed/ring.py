@@ -45,7 +45,12 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
     dtype = DTYPES[options.dtype]
     made = generator(ranks.device, 0)
     kv_heads = options.kv_heads or options.heads
-    heads = options.heads, kv_heads, kv_heads, options.heads  # q, k, v and the gradient of the result
+    heads = (
+        options.heads,
+        kv_heads,
+        kv_heads,
+        options.heads,
+    )  # q, k, v and the gradient of the result
     shapes = [(1, n, options.seq, options.dim) for n in heads]
     whole = [torch.randn(x, generator=made, device=ranks.device).to(dtype) for x in shapes]
     documents = _documents(options)
@@ -108,7 +113,9 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
             alone={SINGLE} if ranks.device.type == "cpu" else (),
         )  # fmt: skip
         if options.vs_torch and documents:
-            recorder.error(f"{case} {name}", "torch_cp", "torch's context_parallel has no packed documents")
+            recorder.error(
+                f"{case} {name}", "torch_cp", "torch's context_parallel has no packed documents"
+            )
         elif options.vs_torch:
             medians |= _measure_torch(options, ranks, recorder, f"{case} {name}", whole, name)
         for impl, ms in medians.items():

@@ -35,9 +35,7 @@ def choose(q: Tensor, group_name: str, world_size: int, total: int) -> str:
     chosen = nearest(measured, total)
     if chosen == "one_sided" and (q.dtype == torch.float64 or not available(group_name, q.device)):
         chosen = UNMEASURED
-    _log.debug(
-        "ring_attention: strategy %s for %d tokens on %d ranks", chosen, total, world_size
-    )
+    _log.debug("ring_attention: strategy %s for %d tokens on %d ranks", chosen, total, world_size)
     return chosen
 
 
