@@ -74,6 +74,14 @@ FAULTS = (
         "last + right + 1 - self.kv_start", "last + right - self.kv_start", RING_PLANS,
     ),
     Fault(
+        "dropout without the positions that it counts", f"{_RING}/local.py",
+        "problem.kv_lens is None and problem.dropout.p == 0:", "problem.kv_lens is None:", RING_PLANS,
+    ),
+    Fault(
+        "no positions where the first ones are the same", f"{_RING}/plan.py",
+        "return self.q_start + rows == self.kv_start + keys", "return self.q_start == self.kv_start", RING_PLANS,
+    ),
+    Fault(
         "gradients of other ranks' keys left out", f"{_RING}/one_sided.py",
         "copies.send(parts[owner], owner,", "copies.send(torch.zeros_like(parts[owner]), owner,", RING_ONE_SIDED,
     ),
