@@ -136,7 +136,8 @@ def test_ring_attention_chooses_alike(ranks, rank_device, tmp_path) -> None:
     ],
 )
 def test_the_nearest_number_of_tokens_counts(group, measured, total, expected) -> None:
-    assert nearest(measured, total) == expected
+    entries = [dict(ranks=2, choices=measured), dict(ranks=4, choices=[[total + 1, "star"]])]
+    assert nearest(entries, 2, total) == expected
 
 
 def test_a_broken_file_is_refused_on_all_ranks(rank_device, ranks, tmp_path) -> None:

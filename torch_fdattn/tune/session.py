@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torch_fdattn.dist.symm.availability import unsupported_reason
-from torch_fdattn.tune.timing import Clock
+from torch_fdattn.ops.attention import trials
+from torch_fdattn.tune.timing import Call, Clock
 
 #: What replaces the shipped choice must win by this much: less is the clock's noise.
 GAIN = 1.02
@@ -63,6 +64,24 @@ class Session:
         if why_not is not None:
             self.note(f"{section}: these ranks share no symmetric memory: {why_not}")
         return why_not is None
+
+    def agreeing(
+        self, about: str, candidates: Iterable[tuple[str, Sequence[Call]]]
+    ) -> dict[str, Sequence[Call]]:
+        """Of candidates and their calls, in turn, those that run on all ranks and whose result is the first one's; a note says
+        which others there are."""
+        right, agreed = None, {}
+        for name, calls in candidates:
+            result = self.clock.together(calls[0])
+            if result is None:
+                self.note(f"{about}: {name} is left out: it raised")
+                continue
+            right = result.clone() if right is None else right
+            if self.clock.any_rank(trials.difference([result], [right]) is not None):
+                self.note(f"{about}: {name} is left out: its result differs")
+                continue
+            agreed[name] = calls
+        return agreed
 
     def choose(self, section: str, case: str, shipped: str, times: Mapping[str, float]) -> str:
         """The fastest by µs, told to `report`; what is shipped unless another one wins by GAIN."""

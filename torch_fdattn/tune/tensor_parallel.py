@@ -14,7 +14,6 @@ from torch_fdattn.dist import all_gather_matmul, matmul_all_reduce, matmul_reduc
 from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.tensor_parallel import auto
 from torch_fdattn.dist.tensor_parallel.auto import ALL_REDUCE, GATHER, STOCK, LinearSizes
-from torch_fdattn.ops.attention import trials
 from torch_fdattn.tune.linears import LinearChoices, Shape, fastest, shapes, variants
 from torch_fdattn.tune.session import Measurement, Session, name_of
 
@@ -78,19 +77,10 @@ def _measure(
         f"{op} M{rows} N{shape.columns} K{shape.features} {name_of(dtype)}, {session.ranks} ranks"
     )
     case = MatmulCase(session, op, shape, rows, dtype)
-    right, calls = None, {ALONE: case.alone()}
-    for name in variants(op, rows, session.ranks, session.clock.on_gpu):
-        runs = case.calls(name)
-        result = session.clock.together(runs[0])
-        if result is None:
-            session.note(f"{SECTION}: {about}: {name} is left out: it raised")
-            continue
-        right = result.clone() if right is None else right
-        if session.clock.any_rank(trials.difference([result], [right]) is not None):
-            session.note(f"{SECTION}: {about}: {name} is left out: its result differs")
-            continue
-        calls[name] = runs
-    times = session.clock.compare(calls)
+    names = variants(op, rows, session.ranks, session.clock.on_gpu)
+    candidates = ((name, case.calls(name)) for name in names)
+    agreed = session.agreeing(f"{SECTION}: {about}", candidates)
+    times = session.clock.compare({ALONE: case.alone(), **agreed})
     alone_us, infinite = times.pop(ALONE, 0.0), float("inf")
     name, us = fastest(op, times), min(times.values(), default=infinite)
     shipped = _shipped(session, op, shape, rows, dtype)

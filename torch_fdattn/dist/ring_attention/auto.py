@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,21 +27,17 @@ def choose(q: Tensor, group_name: str, world_size: int, total: int) -> str:
     """
     if world_size == 1 or is_traced(q):
         return UNMEASURED
-    measured = [
-        pair
-        for entry in entries_on_all_ranks(SECTION, group_name, q)
-        if entry["ranks"] == world_size
-        for pair in entry["choices"]
-    ]
-    chosen = nearest(measured, total)
+    entries = entries_on_all_ranks(SECTION, group_name, q)
+    chosen = nearest(entries, world_size, total)
     if chosen == "one_sided" and (q.dtype == torch.float64 or not available(group_name, q.device)):
         chosen = UNMEASURED
     _log.debug("ring_attention: strategy %s for %d tokens on %d ranks", chosen, total, world_size)
     return chosen
 
 
-def nearest(measured: list[list], total: int) -> str:
-    """Of [tokens, strategy], the strategy at the nearest number of tokens by ratio; of two as near, the larger one's."""
+def nearest(entries: Sequence[dict], ranks: int, total: int) -> str:
+    """The strategy measured on so many ranks at the nearest number of tokens by ratio; of two as near, the larger one's."""
+    measured = [pair for x in entries if x["ranks"] == ranks for pair in x["choices"]]
     if not measured or total < 1:
         return UNMEASURED
     return min(measured, key=lambda pair: (abs(math.log2(pair[0] / total)), -pair[0]))[1]
