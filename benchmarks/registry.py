@@ -153,6 +153,7 @@ _RING = (
     flag("--backward", "also forward and backward together"),
     option("--no-single", "no single device", dest="single", action="store_false"),
     flag("--vs-torch", "also torch's context_parallel"),
+    count("--queued", "also so many calls one after another", 1),
     option("--torch-backend", "of torch's", choices=("cudnn", "fa2"), default="cudnn"),
 )  # fmt: skip
 _MODEL = (

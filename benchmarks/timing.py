@@ -290,12 +290,13 @@ class Rounds:
         return last
 
     def prepare_latency(
-        self, name: str, call: Call, before: Call | None = None, alone: bool = False
+        self, name: str, call: Call, before: Call | None = None, alone: bool = False, queued: int = 1
     ) -> None:
         """Adds the sampler of single calls; `before`, not timed, is made before each: it takes back what the last did.
 
         alone: it communicates nothing, and rank 0 makes it while the others wait. On a CPU they would take each other's
         cores and memory.
+        queued: so many calls, one after another, make one time, which is theirs divided by their number.
         """
 
         def each_ms(count: int) -> list[float]:
@@ -306,23 +307,24 @@ class Rounds:
                 barrier(self._ranks)
                 # Who waits is at the next barrier already. 0 is never the largest: all get rank 0's time.
                 waits = alone and self._ranks.rank > 0
-                times.append(0.0 if waits else self._one_ms(call))
+                times.append(0.0 if waits else self._each_ms(call, queued))
             return slowest(self._ranks, times)
 
         each_ms(_WARM_UPS)
         estimate = min(each_ms(2))  # the same on all ranks
-        count = calls_within(estimate, _LATENCY_MS, 3, 50)
+        count = calls_within(estimate * queued, _LATENCY_MS, 3, 50)
         self.add(name, LATENCY, lambda: statistics.median(each_ms(count)))
 
-    def _one_ms(self, call: Call) -> float:
+    def _each_ms(self, call: Call, count: int) -> float:
         if self._ranks.device.type == "cpu":
-            return self.timer.host_us([call], 1) / 1e3
+            return self.timer.host_us([call], count) / 1e3
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        call()
+        for _ in range(count):
+            call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end)
+        return start.elapsed_time(end) / count
 
     def add(self, name: str, metric: str, sampler: Callable[[], float]) -> None:
         self._samplers[metric][name] = sampler
@@ -358,10 +360,10 @@ class Rounds:
 
 def compare(
     ranks: Ranks, recorder: Recorder, case: str, calls: Mapping[str, Call], *, repeats: int,
-    before: Mapping[str, Call] | None = None, alone: Collection[str] = (),
+    before: Mapping[str, Call] | None = None, alone: Collection[str] = (), queued: int = 1,
 ) -> dict[str, float]:  # fmt: skip
-    """The latencies of single calls; the medians by name."""
+    """The latencies of single calls, or of `queued` ones one after another; the medians by name."""
     rounds = Rounds(case, ranks, recorder)
     for name, call in calls.items():
-        rounds.prepare_latency(name, call, (before or {}).get(name), name in alone)
+        rounds.prepare_latency(name, call, (before or {}).get(name), name in alone, queued)
     return rounds.sample(repeats).get(LATENCY, {})

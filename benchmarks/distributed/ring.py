@@ -7,6 +7,9 @@ scaled_dot_product_attention, on the same shapes, in its own zigzag order.
 With --documents the sequence is of packed documents, whose lengths are drawn, over balanced shards; `one_sequence` is
 the first strategy over the same tokens as one sequence, which is what a user without packed documents runs.
 
+Times are of single calls on idle GPUs, which wait for the host, and with --queued 8 of eight calls one after another as
+well, each time divided by eight: as a model's layers follow each other.
+
 peak_MiB is of torch's allocator: without symmetric memory, in which one_sided has K and V of the whole sequence.
 """
 
@@ -108,23 +111,26 @@ def ring(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:
         if ranks.device.type == "cuda":
             for impl, call in calls.items():
                 recorder.add(f"{case} {name}", impl, "peak_MiB", _peak_mib(call, ranks))
-        medians = compare(
-            ranks, recorder, f"{case} {name}", calls, repeats=options.repeats,
-            alone={SINGLE} if ranks.device.type == "cpu" else (),
-        )  # fmt: skip
         if options.vs_torch and documents:
             recorder.error(
                 f"{case} {name}", "torch_cp", "torch's context_parallel has no packed documents"
             )
-        elif options.vs_torch:
-            medians |= _measure_torch(options, ranks, recorder, f"{case} {name}", whole, name)
-        for impl, ms in medians.items():
-            if impl == ONE_SEQUENCE:
-                continue  # most of its pairs are of two documents
-            gpus = 1 if impl == SINGLE else ranks.size
-            recorder.add(f"{case} {name}", impl, "TFLOPs_per_gpu", work / ms / 1e9 / gpus)
-        if ranks.rank == 0:
-            _print(name, medians, options, ranks, differences)
+        for queued in dict.fromkeys((1, options.queued)):
+            what = name if queued == 1 else f"{name} of {queued} queued"
+            medians = compare(
+                ranks, recorder, f"{case} {what}", calls, repeats=options.repeats, queued=queued,
+                alone={SINGLE} if ranks.device.type == "cpu" else (),
+            )  # fmt: skip
+            if options.vs_torch and not documents:
+                about = f"{case} {what}"
+                medians |= _measure_torch(options, ranks, recorder, about, whole, name, queued)
+            for impl, ms in medians.items():
+                if impl == ONE_SEQUENCE:
+                    continue  # most of its pairs are of two documents
+                gpus = 1 if impl == SINGLE else ranks.size
+                recorder.add(f"{case} {what}", impl, "TFLOPs_per_gpu", work / ms / 1e9 / gpus)
+            if ranks.rank == 0:
+                _print(what, medians, options, ranks, differences)
     tolerance = 1e-4 if options.dtype == "fp32" else 2e-2
     return all(difference <= tolerance for difference in differences.values())
 
@@ -170,7 +176,7 @@ def _call(function, tensors: list[Tensor], name: str) -> Call:
 
 def _measure_torch(
     options: argparse.Namespace, ranks: Ranks, recorder: Recorder, case: str, whole: list[Tensor],
-    name: str,
+    name: str, queued: int,
 ) -> dict[str, float]:  # fmt: skip
     """torch's context_parallel, which shards the whole tensors in its own order; its failure is a row."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -189,8 +195,8 @@ def _measure_torch(
             sdpa_kernel(backends[options.torch_backend]),
             context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)),
         ):
-            call = _call(sdpa, buffers, name)
-            return compare(ranks, recorder, case, {"torch_cp": call}, repeats=options.repeats)
+            calls = {"torch_cp": _call(sdpa, buffers, name)}
+            return compare(ranks, recorder, case, calls, repeats=options.repeats, queued=queued)
     except Exception as failure:  # its own limits; ours stays measured
         recorder.error(case, "torch_cp", describe(failure))
         return {}
