@@ -290,7 +290,12 @@ class Rounds:
         return last
 
     def prepare_latency(
-        self, name: str, call: Call, before: Call | None = None, alone: bool = False, queued: int = 1
+        self,
+        name: str,
+        call: Call,
+        before: Call | None = None,
+        alone: bool = False,
+        queued: int = 1,
     ) -> None:
         """Adds the sampler of single calls; `before`, not timed, is made before each: it takes back what the last did.
 

@@ -16,7 +16,9 @@ from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls, cut
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
+from torch_fdattn.ops.attention.derivative_op import raw_backward
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
+from torch_fdattn.ops.attention.op import raw_forward
 from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores, add_sinks
 
@@ -97,7 +99,7 @@ class State:
         for call in calls:
             q = self._q[:, :, call.q_begin : call.q_end]
             keys = slice(call.kv_begin, call.kv_end)
-            out, lse = torch.ops.fdattn.attention_forward(
+            out, lse = raw_forward(
                 q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, self._problem),
                 self._problem.scale, state_dtype(q), *self._problem.scores_of(call), *self._problem.dropout,
             )  # fmt: skip
@@ -164,7 +166,7 @@ def call_gradients(
 ) -> Iterator[tuple[BlockCall, Tensor, Tensor, Tensor]]:
     """Of each call, in turn, itself and fp32 dq, dk, dv of its rows and keys; those of scores go to the problem's score_grads."""
     _, slopes, _, mask = problem.score_grads
-    backward, flags = torch.ops.fdattn.attention_backward, ()
+    backward, flags = raw_backward, ()
     if slopes is not None or mask is not None:
         backward = torch.ops.fdattn.attention_backward_all
         flags = slopes is not None, False, mask is not None

@@ -74,6 +74,7 @@ def _all_keys(
     if problem.world_size == 1:
         yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2), iter
         return
+    from torch_fdattn.dist.ring_attention.placing import place
     from torch_fdattn.dist.symm.copies import Copies
 
     launches["ring_attention/one_sided_gather"] += 1
@@ -83,12 +84,10 @@ def _all_keys(
     copies = Copies(problem.group_name, "ring_attention/gather", nbytes, k.device)
     there = copies.data(copies.rank, k.dtype, *shape)
     own = problem.shards.ranks[copies.rank]
-    for x, there_x in zip((k, v), there, strict=True):
-        begin = 0
-        for run in own:
-            part = x[:, :, begin : begin + run.length]
-            there_x[run.start : run.end] = part.permute(2, 0, 1, 3)
-            begin += run.length
+    begin = 0
+    for run in own:
+        place(k, v, there, begin, run)
+        begin += run.length
     copies.begin()
     with copies.until_finished(results):
         half = _ahead(own)

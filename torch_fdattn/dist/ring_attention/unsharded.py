@@ -21,6 +21,7 @@ from torch_fdattn.dist.ring_attention.local import (
 from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.ring_attention.rank_invariant import state_of
 from torch_fdattn.dist.ring_attention.sequence_shards import Run
+from torch_fdattn.ops.attention.op import raw_forward
 
 
 def unsharded_calls(problem: Problem) -> list[BlockCall]:
@@ -50,15 +51,23 @@ def attend_unsharded(
     states = [_attend(q, k, v, call, problem) for call in arriving(calls)]
     if len(calls) == 1 and calls[0][:2] == (0, q.shape[2]):
         return states[0]
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=state_dtype(q))
-    row = 0
-    for call, state in zip(calls, states, strict=True):
-        for x, part, nothing in ((out, state[0], 0.0), (lse, state[1], float("-inf"))):
-            x[:, :, row : call.q_begin] = nothing  # rows that see no key
-            x[:, :, call.q_begin : call.q_end] = part
+    outs, lses, row = [], [], 0
+    for call, (out, lse) in zip(calls, states, strict=True):
+        if call.q_begin > row:
+            _add_empty(q, row, call.q_begin, outs, lses)
+        outs.append(out)
+        lses.append(lse)
         row = call.q_end
-    out[:, :, row:], lse[:, :, row:] = 0.0, float("-inf")
-    return out, lse
+    if row < q.shape[2] or not outs:
+        _add_empty(q, row, q.shape[2], outs, lses)
+    return torch.cat(outs, 2, out=torch.empty_like(q)), torch.cat(lses, 2)
+
+
+def _add_empty(q: Tensor, begin: int, end: int, outs: list[Tensor], lses: list[Tensor]) -> None:
+    """Of these rows, which see no key."""
+    rows = q[:, :, begin:end]
+    outs.append(torch.zeros_like(rows))
+    lses.append(rows.new_full(rows.shape[:3], float("-inf"), dtype=state_dtype(q)))
 
 
 def _apart(calls: list[BlockCall]) -> bool:
@@ -70,7 +79,7 @@ def _attend(q, k, v, call: BlockCall, problem: Problem) -> tuple[Tensor, Tensor]
     """Of a call that sees all that its rows see: with the sinks."""
     rows, keys = slice(call.q_begin, call.q_end), slice(call.kv_begin, call.kv_end)
     q = q[:, :, rows]
-    return torch.ops.fdattn.attention_forward(
+    return raw_forward(
         q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None,
         *problem.scores_of(call)._replace(sinks=problem.scores.sinks), *problem.dropout,
     )  # fmt: skip

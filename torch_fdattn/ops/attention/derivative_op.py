@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from torch_fdattn import checks
@@ -161,6 +162,13 @@ def _backward(dout, dlse, q, k, v, out, lse, *tail):
     state = dout, dlse, q, k, v, out, lse
     key = key_of("attention_backward", q, *state, *tail, is_deterministic())
     return _gradients(*state, AttentionOptions.from_raw(tail), key=key)
+
+
+def raw_backward(dout, dlse, q, *tail) -> tuple[Tensor, Tensor, Tensor]:
+    """The raw op, and the same without the dispatcher where nobody would see it."""
+    if library.can_bypass_dispatcher(q, *[x for x in (dout, dlse, *tail) if isinstance(x, Tensor)]):
+        return _backward(dout, dlse, q, *tail)
+    return torch.ops.fdattn.attention_backward(dout, dlse, q, *tail)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *tail):
