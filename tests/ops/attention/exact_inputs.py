@@ -26,8 +26,8 @@ from torch_fdattn.ops.positions import Mask
 from torch_fdattn.testing import attention_oracle
 
 CODES, MOST_KEYS, HEIGHT = 32, 16, 128
-#: Of no key that is drawn: one within every row's window has it, or two.
-ANCHOR = CODES - 1
+#: Of no key that is drawn: within every row's window there is one key of the first, one of the second, or one of each.
+ANCHORS = CODES - 2, CODES - 1
 #: A power of two, so that scaled gradients are exact.
 SCALE = 0.125
 FP8 = torch.float8_e4m3fn
@@ -83,9 +83,11 @@ def selecting_the_nearest(
 def _selecting(q_len, kv_len, window, head_dim, heads, kv_heads, device, largest, sinks) -> Sequence:  # fmt: skip
     left, right = window
     # From a fifth of the keys to less than one: whatever a row sees, some codes have few keys of these.
-    frequencies = 2.0 ** (-torch.arange(ANCHOR, device=device) / 3)
+    frequencies = 2.0 ** (-torch.arange(ANCHORS[0], device=device) / 3)
     codes = torch.multinomial(frequencies.expand(kv_heads, -1), max(1, kv_len), True)[:, :kv_len]
-    codes[:, :: left + 1 if left >= 0 else max(1, kv_len)] = ANCHOR
+    step = left + 1 if left >= 0 else max(1, kv_len)
+    for i, anchor in enumerate(ANCHORS):
+        codes[:, i * step :: 2 * step] = anchor
     before = F.pad(F.one_hot(codes, CODES).cumsum(1), (0, 0, 1, 0))
     position = torch.arange(q_len, device=device) + kv_len - q_len
     first, end = torch.zeros_like(position), torch.full_like(position, kv_len)
@@ -98,7 +100,7 @@ def _selecting(q_len, kv_len, window, head_dim, heads, kv_heads, device, largest
     chances = counts * ((weighed & (weighed - 1) == 0) & (weighed <= MOST_KEYS))
     unseen = chances.sum(-1) == 0
     assert torch.equal(unseen, (end <= first).expand_as(unseen))
-    chances[..., ANCHOR] += unseen
+    chances[..., ANCHORS[0]] += unseen
     chances = chances.repeat_interleave(heads // kv_heads, 0).flatten(0, 1).float()
     selected = (
         torch.multinomial(chances, 1).view(heads, q_len) if q_len else codes.new_empty(heads, 0)
