@@ -68,6 +68,7 @@ ALLOWED = {
         "_consensus": "what a group's ranks have answered: a collective",
         "_left": "which call this rank left by an exception, until the others have come to the next one",
     },
+    "dist/ring_attention/local.py": {"_planned": "a function of shards and mask alone"},
     "dist/ring_attention/op.py": {"partition": "a function of shards alone"},
     "dist/symm/symmetric_memory.py": {"_workspaces": "symmetric memory, which only a collective makes"},
     "dist/symm/copies.py": {"_lanes": "streams and events of a device"},

@@ -7,7 +7,7 @@ code with the same numbers (`prepared.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -64,18 +64,23 @@ class Launch:
 
     def tensors(self) -> list[Tensor]:
         """In the order of the kernel's parameters; a descriptor's is its base."""
-        return list(_tensors((self.arguments, *self.also.values())))
+        return self.signed()[1]
 
-    def key(self) -> tuple:
-        """All but the tensors' addresses."""
-        key: list[object] = [id(self.kernel), self.grid, self.device, self.max_ctas_per_sm]
-        for name, value in self.options.items():
-            key += name, value
-        _sign(self.arguments, key)
+    def signed(self) -> tuple[tuple, list[Tensor]]:
+        """(a key of all but the tensors' addresses, `tensors`)."""
+        key: list[object] = [
+            id(self.kernel),
+            self.grid,
+            self.max_ctas_per_sm,
+            *self.options.items(),
+        ]
+        tensors: list[Tensor] = []
+        _sign(self.arguments, key, tensors)
         for name, value in self.also.items():
             key.append(name)
-            _sign((value,), key)
-        return tuple(key)
+            _sign((value,), key, tensors)
+        key.append(tensors[0].device)
+        return tuple(key), tensors
 
     def by_driver(self, compiled) -> DriverLaunch | None:
         """The same launch through the driver; None where only Triton knows how, or something speaks against it now."""
@@ -113,10 +118,9 @@ def run(launches: Iterable[Launch]) -> None:
         if not on_gpu(each.device):
             each.through_triton()
             continue
-        key = each.key()
+        key, tensors = each.signed()
         call = prepared.find(key) or prepared.prepare(key, each.kernel)
         with on_device(each.device):
-            tensors = each.tensors()
             if not call.by_driver(tensors):
                 call.run(tensors, (each,))
 
@@ -134,31 +138,25 @@ def _base(value) -> Tensor:
     return value if isinstance(value, Tensor) else value.base
 
 
-def _tensors(values: Iterable) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor) or _is_descriptor(value):
-            yield _base(value)
-        elif type(value) is tuple:
-            yield from _tensors(value)
-
-
-def _sign(values: Iterable, key: list[object]) -> None:
-    """Appends what stays the same between calls."""
+def _sign(values: Iterable, key: list[object], tensors: list[Tensor]) -> None:
+    """Appends what stays the same between calls to the key, and the tensors to theirs."""
     for value in values:
         kind = type(value)
         if kind in _NUMBERS:
             key.append(value)
+        elif isinstance(value, Tensor):
+            key.append(value.dtype)
+            tensors.append(value)
         elif kind is tuple:
             if value and type(value[0]) is int and type(value[-1]) is int:  # strides
                 key.append(value)
             else:
                 key.append(len(value))
-                _sign(value, key)
-        elif isinstance(value, Tensor):
-            key.append(value.dtype)
+                _sign(value, key, tensors)
         elif _is_descriptor(value):
             about = value.shape, value.strides, value.block_shape
             key += [value.base.dtype, value.padding, *map(tuple, about)]
             key.append(getattr(value, "layout", None))
+            tensors.append(value.base)
         else:
             key.append(value)

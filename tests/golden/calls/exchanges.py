@@ -1,4 +1,4 @@
-"""`dist.decode` by the strategies through symmetric memory, as rank 1 of 4 (or 2 or 8)."""
+"""`dist.decode` by the strategies through symmetric memory, and `dist.ring_attention` by `one_sided`, as rank 1 of 4 (or 2 or 8)."""
 
 from __future__ import annotations
 
@@ -52,3 +52,6 @@ def calls() -> Iterator[Call]:
     for name, count in dict(words=1 << 10, tiles=1 << 18).items():
         x = dict(x=fp32(count), group="0")
         yield Call(f"one_sided_all_gather/{name}", one_sided_all_gather, x, ("gathered",))
+    q, k, v = (new(1, heads, 4096, D) for heads in (H, KV, KV))
+    own = dict(q=q, k=k, v=v, group="0", shards="zigzag", causal=True, strategy="one_sided")
+    yield Call("ring_attention/one_sided", torch_fdattn.dist.ring_attention, own, world=2)

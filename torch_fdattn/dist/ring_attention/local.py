@@ -6,6 +6,7 @@ fp64 inputs) until the last step, whatever the inputs' dtype: between steps noth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,14 +54,12 @@ class Problem(NamedTuple):
         """The group itself, for collectives of torch.distributed; code that is traced takes the name."""
         return distributed_c10d._resolve_process_group(self.group_name)
 
-    def scores_of(self, call: BlockCall) -> Scores:
-        """Of a call: without the sinks, which join once all keys are seen."""
-        mask = self.scores.attn_mask
-        return self.scores._replace(
-            sinks=None, attn_mask=None if mask is None else _part_of(mask, call)
-        )
+    def scores_of(self, call: BlockCall, sinks: Tensor | None = None) -> Scores:
+        """Of a call: without the sinks, which join once all keys are seen; unless it sees all of them, and gets them."""
+        softcap, slopes, _, mask = self.scores
+        return Scores(softcap, slopes, sinks, None if mask is None else _part_of(mask, call))
 
-    def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> list[BlockCall]:
+    def calls(self, q_runs: Sequence[Run], kv_runs: Sequence[Run]) -> tuple[BlockCall, ...]:
         """Of queries and keys that lie in these runs."""
         scores = self.scores
         if self.invariant_block is not None:
@@ -70,8 +69,14 @@ class Problem(NamedTuple):
             or self.invariant_block is not None
             or any(x is not None for x in (scores.alibi_slopes, scores.attn_mask, self.kv_lens))
         )
-        masks = self.documents, self.prefix_lens
-        return block_calls(q_runs, kv_runs, self.left, self.right, by_position, *masks)
+        given = tuple(q_runs), tuple(kv_runs), self.left, self.right, by_position
+        return _planned(*given, self.documents, self.prefix_lens)
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(*given) -> tuple[BlockCall, ...]:
+    """`block_calls`, which all layers of a model ask for alike; of many documents it takes as long as their launches."""
+    return tuple(block_calls(*given))
 
 
 def _part_of(mask: Tensor, call: BlockCall) -> Tensor:

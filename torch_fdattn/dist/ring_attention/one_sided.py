@@ -74,7 +74,6 @@ def _all_keys(
     if problem.world_size == 1:
         yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2), iter
         return
-    from torch_fdattn.dist.ring_attention.placing import place
     from torch_fdattn.dist.symm.copies import Copies
 
     launches["ring_attention/one_sided_gather"] += 1
@@ -84,16 +83,16 @@ def _all_keys(
     copies = Copies(problem.group_name, "ring_attention/gather", nbytes, k.device)
     there = copies.data(copies.rank, k.dtype, *shape)
     own = problem.shards.ranks[copies.rank]
-    begin = 0
-    for run in own:
-        place(k, v, there, begin, run)
-        begin += run.length
+    half = _ahead(own)
+    first = half or len(own)
+    placed = _place(k, v, there, own[:first], 0)
     copies.begin()
     with copies.until_finished(results):
-        half = _ahead(own)
-        for runs, ahead in ((own[:half], True), (own[half:], False)):
-            if runs or not ahead:
-                _send(there, runs, copies, ahead)
+        _send(there, own[:first], copies, ahead=half > 0)
+        if half:  # while the first ones are under way
+            _place(k, v, there, own[half:], placed)
+            copies.follow(None)
+            _send(there, own[half:], copies, ahead=False)
         yield *(x.permute(1, 2, 0, 3) for x in there), _arriving(copies, problem.shards)
     copies.raise_if_lost()
 
@@ -101,6 +100,16 @@ def _all_keys(
 def _ahead(runs: Sequence[Run]) -> int:
     """How many of a rank's runs travel ahead of the others."""
     return len(runs) // 2
+
+
+def _place(k: Tensor, v: Tensor, there: Tensor, runs: Sequence[Run], begin: int) -> int:
+    """Writes runs, which begin at this token of k and v, to their positions; where the next ones begin."""
+    from torch_fdattn.dist.ring_attention.placing import place
+
+    for run in runs:
+        place(k, v, there, begin, run)
+        begin += run.length
+    return begin
 
 
 def _send(there: Tensor, runs: Sequence[Run], copies: Copies, ahead: bool) -> None:

@@ -7,6 +7,8 @@ rank, and those of all ranks on the root.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from torch_fdattn.dist.ring_attention.sequence_shards import Run
 from torch_fdattn.ops.scores import add_sinks
 
 
-def _calls(problem: Problem) -> list[BlockCall]:
+def _calls(problem: Problem) -> Sequence[BlockCall]:
     everything = [Run(0, problem.shards.total)]
     return problem.calls(everything, problem.shards.ranks[problem.rank])
 

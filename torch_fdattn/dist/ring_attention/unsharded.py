@@ -24,7 +24,7 @@ from torch_fdattn.dist.ring_attention.sequence_shards import Run
 from torch_fdattn.ops.attention.op import raw_forward
 
 
-def unsharded_calls(problem: Problem) -> list[BlockCall]:
+def unsharded_calls(problem: Problem) -> Sequence[BlockCall]:
     """Of this rank's queries over all keys."""
     everything = [Run(0, problem.shards.total)]
     calls = problem.calls(problem.shards.ranks[problem.rank], everything)
@@ -70,7 +70,7 @@ def _add_empty(q: Tensor, begin: int, end: int, outs: list[Tensor], lses: list[T
     lses.append(rows.new_full(rows.shape[:3], float("-inf"), dtype=state_dtype(q)))
 
 
-def _apart(calls: list[BlockCall]) -> bool:
+def _apart(calls: Sequence[BlockCall]) -> bool:
     """Whether each row is of one call at most, in the order of rows."""
     return all(a.q_end <= b.q_begin for a, b in itertools.pairwise(calls))
 
@@ -81,7 +81,7 @@ def _attend(q, k, v, call: BlockCall, problem: Problem) -> tuple[Tensor, Tensor]
     q = q[:, :, rows]
     return raw_forward(
         q, k[:, :, keys], v[:, :, keys], *call_mask(call, q, problem), problem.scale, None,
-        *problem.scores_of(call)._replace(sinks=problem.scores.sinks), *problem.dropout,
+        *problem.scores_of(call, problem.scores.sinks), *problem.dropout,
     )  # fmt: skip
 
 
