@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 #: Calls of a graph at least, turns of each graph, and times the L2 that copies of what is read hold.
 CALLS, TURNS, L2_FACTOR = 20, 5, 4
 #: Copies at most: each is a call of the graph, and without a bound what is a few KB large would have tens of thousands.
-MOST_COPIES = 256
+MAX_COPIES = 256
 
 
 class Clock:
@@ -79,11 +79,11 @@ class Clock:
                 torch.cuda.synchronize(self.device)
 
     def copies(self, read_bytes: int) -> int:
-        """How many copies of what a call reads hold several times the L2, MOST_COPIES at most."""
+        """How many copies of what a call reads hold several times the L2, MAX_COPIES at most."""
         if not self.on_gpu:
             return 1
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return min(MOST_COPIES, max(1, -(-L2_FACTOR * l2 // max(read_bytes, 1))))
+        return min(MAX_COPIES, max(1, -(-L2_FACTOR * l2 // max(read_bytes, 1))))
 
     def _slowest(self, values: list[float]) -> list[float]:
         if self.group is None or not values:
