@@ -37,8 +37,7 @@ FAULTS = (
     ),
     Fault(
         "a sink for each block of keys", f"{_RING}/local.py",
-        "            sinks=None, attn_mask=None if mask is None else _part_of(mask, call)\n",
-        "            attn_mask=None if mask is None else _part_of(mask, call)\n", RING_MASKS,
+        "return Scores(softcap, slopes, sinks, None if", "return Scores(softcap, slopes, self.scores.sinks, None if", RING_MASKS,
     ),
     Fault(
         "dropout by places in a block of keys", f"{_RING}/local.py",
@@ -56,6 +55,14 @@ FAULTS = (
     Fault(
         "a run copied to where the shard has it", f"{_RING}/one_sided.py",
         "(first + run.start) * row", "(first + run.start - runs[0].start) * row", RING_ONE_SIDED,
+    ),
+    Fault(
+        "each run of a shard placed as its first one", f"{_RING}/placing.py",
+        "(begin + tokens) * strides[2]", "tokens * strides[2]", RING_ONE_SIDED,
+    ),
+    Fault(
+        "rows that see no key left out", f"{_RING}/unsharded.py",
+        "if row < q.shape[2] or not outs:", "if not outs:", RING_ONE_SIDED,
     ),
     Fault(
         "keys awaited up to the first run that a call sees", f"{_RING}/one_sided.py",
