@@ -61,10 +61,6 @@ FAULTS = (
         "(begin + tokens) * strides[2]", "tokens * strides[2]", RING_ONE_SIDED,
     ),
     Fault(
-        "rows that see no key left out", f"{_RING}/unsharded.py",
-        "if row < q.shape[2] or not outs:", "if not outs:", RING_ONE_SIDED,
-    ),
-    Fault(
         "keys awaited up to the first run that a call sees", f"{_RING}/one_sided.py",
         "seen[-1] < _ahead(runs)", "seen[0] < _ahead(runs)", RING_ONE_SIDED,
     ),

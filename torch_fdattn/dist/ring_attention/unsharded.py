@@ -49,25 +49,13 @@ def attend_unsharded(
         return state.finish()
     # Nothing to merge: no fp32 state.
     states = [_attend(q, k, v, call, problem) for call in arriving(calls)]
-    if len(calls) == 1 and calls[0][:2] == (0, q.shape[2]):
+    if not states:
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=state_dtype(q))
+    if len(states) == 1:
         return states[0]
-    outs, lses, row = [], [], 0
-    for call, (out, lse) in zip(calls, states, strict=True):
-        if call.q_begin > row:
-            _add_empty(q, row, call.q_begin, outs, lses)
-        outs.append(out)
-        lses.append(lse)
-        row = call.q_end
-    if row < q.shape[2] or not outs:
-        _add_empty(q, row, q.shape[2], outs, lses)
+    # A query sees its own key whatever the mask, so there is no row without a call.
+    outs, lses = zip(*states, strict=True)
     return torch.cat(outs, 2, out=torch.empty_like(q)), torch.cat(lses, 2)
-
-
-def _add_empty(q: Tensor, begin: int, end: int, outs: list[Tensor], lses: list[Tensor]) -> None:
-    """Of these rows, which see no key."""
-    rows = q[:, :, begin:end]
-    outs.append(torch.zeros_like(rows))
-    lses.append(rows.new_full(rows.shape[:3], float("-inf"), dtype=state_dtype(q)))
 
 
 def _apart(calls: Sequence[BlockCall]) -> bool:
