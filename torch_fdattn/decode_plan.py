@@ -24,8 +24,8 @@ class DecodePlan:
     """A `decode` or `paged_decode` whose checks and choices are made; `plan_decode` and `plan_paged_decode` return it.
 
     Called with tensors like those that it was planned with: of the same shapes, strides, dtypes and devices. Any thread
-    and any stream may call it, and a stream may be capturing. Under torch.compile a call is traced as the op; it is
-    made as the op, too, where a gradient, a mode, a transform or a tensor's subclass asks for the dispatcher. Autocast
+    and any stream may call it, and a stream may be capturing. Under torch.compile a call is checked and traced as the op;
+    it is made as the op, too, where a gradient, a mode, a transform or a tensor's subclass asks for the dispatcher. Autocast
     changes nothing of it, and a profiler sees its kernels, but no op.
     """
 
@@ -81,8 +81,6 @@ class DecodePlan:
         return from_bhsd(state) if out is None else tuple(out)
 
     def _call(self, q, k_cache, v_cache, kv_lens, page_table, out, workspace):
-        if torch.compiler.is_compiling():
-            return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         expected = self._expected
         if _metadata(q) != expected["q"]:
             self._refuse("q", q)
@@ -99,7 +97,8 @@ class DecodePlan:
             self._check_out(out)
         prepared = self._prepared
         if (
-            prepared is None
+            torch.compiler.is_compiling()
+            or prepared is None
             or checks.CHECK_VALUES
             or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held)
             or not self._is_current()

@@ -172,6 +172,21 @@ def test_compiled_it_is_the_op(device):
     assert "fdattn.decode" in graphs[0]
 
 
+def test_compiled_it_refuses_the_same(device):
+    """A page table, too, which the op of a plan without one would not be given."""
+    q, k, v, lens = inputs(device)
+    plan = plan_decode(q, k, v, lens)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x, **named: plan(*x, **named), backend="eager")
+    same(compiled(q, k, v, lens), decode(q, k, v, lens))
+    with pytest.raises(ValueError, match="k_cache must be as planned"):
+        compiled(q, k[:, :, :200], v, lens)
+    with pytest.raises(ValueError, match="kv_lens must be as planned"):
+        compiled(q, k, v, None)
+    with pytest.raises(ValueError, match="page_table must be as planned, None, got"):
+        compiled(q, k, v, lens, page_table=lens[:, None])
+
+
 @pytest.mark.gpu
 def test_streams_threads_and_graphs():
     q, k, v, lens = inputs("cuda", dtype=torch.bfloat16)
