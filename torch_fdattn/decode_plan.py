@@ -120,7 +120,7 @@ class DecodePlan:
 
     def _by_op(self, q, *others):
         """As the prepared launches would, under autocast too: in the dtypes that were planned."""
-        if not torch.is_autocast_enabled(q.device.type):
+        if q.is_meta or not torch.is_autocast_enabled(q.device.type):  # meta knows no autocast
             return self._call_op(q, *others)
         with torch.autocast(q.device.type, enabled=False):
             return self._call_op(q, *others)

@@ -240,3 +240,11 @@ def test_a_plan_is_the_same_by_the_op(device):
         plan(q, k, v, lens, out=(out, 3))
     with pytest.raises(TypeError, match=r"workspace must be a torch.Tensor, got str"):
         plan(q, k, v, lens, workspace="a")
+
+
+def test_a_plan_of_meta_tensors():
+    """Whose device torch knows no autocast for."""
+    given = inputs("meta")
+    for found, expected in zip(plan_decode(*given)(*given), decode(*given), strict=True):
+        assert found.is_meta
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
