@@ -42,18 +42,25 @@ class DecodePlan:
         call = checked_call(q, k, v, page_table, plain_numbers(q, options))
         self._paged, kv_lens = len(inputs) == 4, options.mask.kv_lens
         named = dict(q=q, k_cache=k, v_cache=v, page_table=page_table, kv_lens=kv_lens)
-        self._expected = {name: _metadata(x) for name, x in named.items()}
+        scores, scales = options.scores, (options.k_scale, options.v_scale)
+        held = dict(
+            q_start=options.mask.q_start, kv_start=options.mask.kv_start, k_scale=scales[0], v_scale=scales[1],
+            alibi_slopes=scores.alibi_slopes, sinks=scores.sinks, attn_mask=scores.attn_mask,
+        )  # fmt: skip
+        self._held = {name: x for name, x in held.items() if x is not None}
+        self._expected = {name: _metadata(x) for name, x in (named | self._held).items()}
         self._options = options._replace(mask=options.mask._replace(kv_lens=None))
         # As the kernel takes them, around the page table and behind kv_lens.
         self._starts, self._others = options.mask[1:3], call.tensors[4:]
-        held = *self._starts, options.k_scale, options.v_scale, *options.scores[1:]
-        self._held = [x for x in held if x is not None]
+        # The kernel takes the scales expanded to the cache: views of where they lie now.
+        views = zip(scales, self._others, strict=False)
+        self._scales = [(x, view) for x, view in views if x is not None]
         # torch's own setting decides how float32 is multiplied.
         self._precision = dot_precision(q.dtype) if q.dtype == torch.float32 else None
         self._prepared: PreparedDecode | DecodeOnCpu | None = None
         out, lse = empty_state(q, v)
         self._written = dict(out=_metadata(out), lse=_metadata(lse))
-        if library.can_call_kernel(q, *self._held):
+        if library.can_call_kernel(q, *self._held.values()):
             self._prepared = prepare(call, out, lse)
 
     def __call__(
@@ -92,6 +99,9 @@ class DecodePlan:
             self._refuse("kv_lens", kv_lens)
         if _metadata(page_table) != expected.get("page_table"):
             self._refuse("page_table", page_table)
+        for name, tensor in self._held.items():  # a module's may be replaced: parameter.data = …
+            if _metadata(tensor) != expected[name]:
+                self._refuse(name, tensor)
         written = () if out is None else out
         if out is not None:
             self._check_out(out)
@@ -100,7 +110,7 @@ class DecodePlan:
             torch.compiler.is_compiling()
             or prepared is None
             or checks.CHECK_VALUES
-            or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held)
+            or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held.values())
             or not self._is_current()
             or (prepared.reads_pairs and (k_cache.data_ptr() | v_cache.data_ptr()) & 1)
         ):
@@ -115,7 +125,10 @@ class DecodePlan:
         return prepared.run(q, k_cache, v_cache, others, None if out is None else (*out, workspace))
 
     def _is_current(self) -> bool:
-        """Whether torch's setting of tf32 is the one that it was planned under."""
+        """Whether torch's setting of tf32 is the one that it was planned under, and scales lie where they lay."""
+        for x, view in self._scales:
+            if x.data_ptr() != view.data_ptr():
+                return False
         return self._precision is None or dot_precision(torch.float32) == self._precision
 
     def _by_op(self, q, *others):

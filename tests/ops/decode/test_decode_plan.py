@@ -248,3 +248,33 @@ def test_a_plan_of_meta_tensors():
     for found, expected in zip(plan_decode(*given)(*given), decode(*given), strict=True):
         assert found.is_meta
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.interpreter
+def test_held_tensors_that_changed_since(kernel_device):
+    """As a module's do by `parameter.data = …`: of other metadata refused, elsewhere in memory read where they are."""
+    q, k, v, lens = inputs(kernel_device, dtype=torch.float16)
+    sinks = torch.randn(8, device=kernel_device)
+    plan = plan_decode(q, k, v, lens, sinks=sinks)
+    sinks.data = torch.randn(8, device=kernel_device)
+    same(plan(q, k, v, lens), decode(q, k, v, lens, sinks=sinks))
+    sinks.data = sinks.data[:4].clone()
+    with pytest.raises(ValueError, match=r"sinks must be as planned, .* of shape \(8,\)"):
+        plan(q, k, v, lens)
+    k8, v8 = (x.mul(20).to(torch.int8) for x in (k, v))
+    scale = torch.full((1,), 0.05, device=kernel_device)
+    plan = plan_decode(q, k8, v8, lens, k_scale=scale, v_scale=scale)
+    for value in (0.05, 0.1):
+        scale.data = torch.full((1,), value, device=kernel_device)
+        same(plan(q, k8, v8, lens), decode(q, k8, v8, lens, k_scale=scale, v_scale=scale))
+
+
+def test_compiled_with_what_it_holds(device):
+    q, k, v, lens = inputs(device)
+    sinks, starts = torch.randn(8, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    plan = plan_decode(q, k, v, lens, sinks=sinks, kv_start=starts, q_start=lens)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: plan(*x), backend="eager", fullgraph=True)
+    for _ in range(2):
+        same(compiled(q, k, v, lens), plan(q, k, v, lens))
+        sinks.add_(1)
