@@ -201,7 +201,8 @@ def plan_decode(
 
     Args:
         q, k_cache, v_cache, kv_lens: like those of the calls; their values are not read.
-        The others: `decode`'s, of all calls. Tensors among them are held, and their values are read at each call.
+        The others: `decode`'s, of all calls. Tensors among them are held, and their values are read at each call; of scale,
+            which may be a 0-dim tensor, the value is read now.
 
     Returns:
         a `DecodePlan`: ``plan(q, k_cache, v_cache, kv_lens, out=…, workspace=…)``.
