@@ -66,6 +66,7 @@ WRONG = {
     "sparse": (lambda: attention(q().to_sparse(), k(), k()), TypeError, "q must be a strided tensor, got layout torch.sparse_coo"),
     "sparse mask": (lambda: decode(q(), k(), k(), attn_mask=torch.ones(5, 9).bool().to_sparse()), TypeError, "attn_mask must be a strided tensor, got layout torch.sparse_coo"),
     "nested": (lambda: attention(*3 * [torch.nested.nested_tensor([q()[0]], layout=torch.jagged)]), TypeError, "q must be a strided tensor, got a nested tensor"),
+    "nested, of fixed strides": (lambda: decode(torch.nested.nested_tensor([q(1, 4, 1, 16)[0]]), k(), k()), TypeError, "q must be a strided tensor, got a nested tensor"),
     # lengths and positions
     "list for kv_lens": (lambda: attention(q(), k(), k(), [3, 4]), TypeError, "kv_lens must be an int32 (or int64) tensor of shape (batch,) or None, got list"),
     "float kv_lens": (lambda: attention(q(), k(), k(), torch.tensor([3.0, 4.0])), TypeError, "kv_lens must be int32 (or int64), got torch.float32"),

@@ -135,6 +135,8 @@ def test_nothing_patches_launches() -> None:
 def run(code: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
+    # Else each process compiles our sources anew, beside torch's, which were compiled when it was installed.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )

@@ -24,8 +24,8 @@ class DecodePlan:
     """A `decode` or `paged_decode` whose checks and choices are made; `plan_decode` and `plan_paged_decode` return it.
 
     Called with tensors like those that it was planned with: of the same shapes, strides, dtypes and devices. Any thread
-    and any stream may call it, and a stream may be capturing. Under torch.compile a call is traced as the op; it is
-    made as the op, too, where a gradient, a mode, a transform or a tensor's subclass asks for the dispatcher. Autocast
+    and any stream may call it, and a stream may be capturing. Under torch.compile a call is checked and traced as the op;
+    it is made as the op, too, where a gradient, a mode, a transform or a tensor's subclass asks for the dispatcher. Autocast
     changes nothing of it, and a profiler sees its kernels, but no op.
     """
 
@@ -42,18 +42,25 @@ class DecodePlan:
         call = checked_call(q, k, v, page_table, plain_numbers(q, options))
         self._paged, kv_lens = len(inputs) == 4, options.mask.kv_lens
         named = dict(q=q, k_cache=k, v_cache=v, page_table=page_table, kv_lens=kv_lens)
-        self._expected = {name: _metadata(x) for name, x in named.items()}
+        scores, scales = options.scores, (options.k_scale, options.v_scale)
+        held = dict(
+            q_start=options.mask.q_start, kv_start=options.mask.kv_start, k_scale=scales[0], v_scale=scales[1],
+            alibi_slopes=scores.alibi_slopes, sinks=scores.sinks, attn_mask=scores.attn_mask,
+        )  # fmt: skip
+        self._held = {name: x for name, x in held.items() if x is not None}
+        self._expected = {name: _metadata(x) for name, x in (named | self._held).items()}
         self._options = options._replace(mask=options.mask._replace(kv_lens=None))
         # As the kernel takes them, around the page table and behind kv_lens.
         self._starts, self._others = options.mask[1:3], call.tensors[4:]
-        held = *self._starts, options.k_scale, options.v_scale, *options.scores[1:]
-        self._held = [x for x in held if x is not None]
+        # The kernel takes the scales expanded to the cache: views of where they lie now.
+        views = zip(scales, self._others, strict=False)
+        self._scales = [(x, view) for x, view in views if x is not None]
         # torch's own setting decides how float32 is multiplied.
         self._precision = dot_precision(q.dtype) if q.dtype == torch.float32 else None
         self._prepared: PreparedDecode | DecodeOnCpu | None = None
         out, lse = empty_state(q, v)
         self._written = dict(out=_metadata(out), lse=_metadata(lse))
-        if library.can_call_kernel(q, *self._held):
+        if library.can_call_kernel(q, *self._held.values()):
             self._prepared = prepare(call, out, lse)
 
     def __call__(
@@ -81,8 +88,6 @@ class DecodePlan:
         return from_bhsd(state) if out is None else tuple(out)
 
     def _call(self, q, k_cache, v_cache, kv_lens, page_table, out, workspace):
-        if torch.compiler.is_compiling():
-            return self._by_op(q, k_cache, v_cache, kv_lens, page_table, out, workspace)
         expected = self._expected
         if _metadata(q) != expected["q"]:
             self._refuse("q", q)
@@ -94,14 +99,18 @@ class DecodePlan:
             self._refuse("kv_lens", kv_lens)
         if _metadata(page_table) != expected.get("page_table"):
             self._refuse("page_table", page_table)
+        for name, tensor in self._held.items():  # a module's may be replaced: parameter.data = …
+            if _metadata(tensor) != expected[name]:
+                self._refuse(name, tensor)
         written = () if out is None else out
         if out is not None:
             self._check_out(out)
         prepared = self._prepared
         if (
-            prepared is None
+            torch.compiler.is_compiling()
+            or prepared is None
             or checks.CHECK_VALUES
-            or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held)
+            or not _need_no_dispatch(q, k_cache, v_cache, *written, *self._held.values())
             or not self._is_current()
             or (prepared.reads_pairs and (k_cache.data_ptr() | v_cache.data_ptr()) & 1)
         ):
@@ -116,12 +125,15 @@ class DecodePlan:
         return prepared.run(q, k_cache, v_cache, others, None if out is None else (*out, workspace))
 
     def _is_current(self) -> bool:
-        """Whether torch's setting of tf32 is the one that it was planned under."""
+        """Whether torch's setting of tf32 is the one that it was planned under, and scales lie where they lay."""
+        for x, view in self._scales:
+            if x.data_ptr() != view.data_ptr():
+                return False
         return self._precision is None or dot_precision(torch.float32) == self._precision
 
     def _by_op(self, q, *others):
         """As the prepared launches would, under autocast too: in the dtypes that were planned."""
-        if not torch.is_autocast_enabled(q.device.type):
+        if q.is_meta or not torch.is_autocast_enabled(q.device.type):  # meta knows no autocast
             return self._call_op(q, *others)
         with torch.autocast(q.device.type, enabled=False):
             return self._call_op(q, *others)
@@ -189,7 +201,8 @@ def plan_decode(
 
     Args:
         q, k_cache, v_cache, kv_lens: like those of the calls; their values are not read.
-        The others: `decode`'s, of all calls. Tensors among them are held, and their values are read at each call.
+        The others: `decode`'s, of all calls. Tensors among them are held, and their values are read at each call; of scale,
+            which may be a 0-dim tensor, the value is read now.
 
     Returns:
         a `DecodePlan`: ``plan(q, k_cache, v_cache, kv_lens, out=…, workspace=…)``.

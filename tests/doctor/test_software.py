@@ -157,7 +157,7 @@ def test_which_kernels_run(machine, env, level, text):
 
 def test_extras():
     found = software.check_extras(cpu_machine(missing={"models": ["gguf", "jinja2"], "cli": []}))
-    one(found, "ok", "complete: cli, bench")
+    one(found, "ok", "complete: cli, serve, transformers, bench")
     missing = one(found, "note", "models: missing gguf, jinja2")
     assert missing.remedy == "pip install -e '.[models]' in torch_fdattn's checkout"
 

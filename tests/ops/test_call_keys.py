@@ -1,10 +1,13 @@
 """The key by which a call is remembered holds all that decides what it does."""
 
+import types
+
 import pytest
 import torch
 
 import torch_fdattn  # noqa: F401
 from torch_fdattn.launch import prepared
+from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.append_kv import op as append_op
 from torch_fdattn.ops.attention import derivative_op
 from torch_fdattn.ops.attention import op as attention_op
@@ -105,3 +108,35 @@ def test_each_argument_is_in_the_key(op, monkeypatch):
 def test_ops_have_keys_of_their_own(monkeypatch):
     names = [key_of(op, usual(op), monkeypatch)[0] for op in OPS]
     assert len(set(names)) == len(OPS) - 2  # decode's and append_kv's hold whether there is a table
+
+
+def launch(x=Q, y=K, descriptor=K, block=(1, 1, 8, 32), number=3, packed=None, **changed):
+    """One that takes tensors by themselves, in a tuple, as descriptors and by name, and numbers among them."""
+    descriptor = types.SimpleNamespace(
+        base=descriptor, shape=[*descriptor.shape], strides=[*descriptor.stride()], block_shape=[*block],
+        padding=changed.pop("padding", "zero"), layout=changed.pop("layout", "a"),
+        round_f32_to_tf32=changed.pop("tf32", False),
+    )  # fmt: skip
+    kernel, grid = changed.pop("kernel", len), changed.pop("grid", 4)
+    options = dict(FLAG=False, NAME="a", max_ctas_per_sm=2) | changed
+    arguments = x, (0.5, y, None), x.stride(), descriptor, number, packed
+    return Launch(kernel, grid, *arguments, also={"seed": STARTS}, **options)
+
+
+def test_all_but_addresses_is_in_a_launchs_key():
+    key, tensors = launch().signed()
+    assert [id(x) for x in tensors] == [id(x) for x in (Q, K, K, STARTS)]
+    others = launch(x=Q.clone(), y=K.clone(), descriptor=K.clone()).signed()
+    assert others[0] == key
+    assert not any(x is y for x, y in zip(others[1][:3], tensors, strict=False))
+    changes = dict(
+        x=Q.float(), y=K.float(), descriptor=K.float(), block=(1, 1, 4, 32), number=4, packed=0, FLAG=True, NAME="b",
+        max_ctas_per_sm=3, MORE=1, kernel=max, grid=(4, 2, 1), padding="nan", layout="b", tf32=True,
+    )  # fmt: skip
+    found = [launch(**{name: value}).signed()[0] for name, value in changes.items()]
+    found += [
+        launch(x=x).signed()[0] for x in (Q[:, :, :, ::2], Q[:1, :1, :4].as_strided((2, 4, 8, 32), (0, 0, 0, 1)))
+    ]  # fmt: skip
+    found += [launch(packed=packed).signed()[0] for packed in ((), (None,), (Q,), (1, 2), "a")]
+    found.append(launch(x=Q.to("meta")).signed()[0])
+    assert len({key, *found}) == 1 + len(found)

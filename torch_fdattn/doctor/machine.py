@@ -20,6 +20,8 @@ T = TypeVar("T")
 EXTRAS = {
     "models": ("safetensors", "tokenizers", "sentencepiece", "gguf", "huggingface_hub", "jinja2"),
     "cli": ("typer", "rich"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "transformers": ("transformers",),
     "bench": ("matplotlib",),
 }
 _SMI_SECONDS = 10

@@ -148,15 +148,15 @@ def _sign(values: Iterable, key: list[object], tensors: list[Tensor]) -> None:
             key.append(value.dtype)
             tensors.append(value)
         elif kind is tuple:
-            if value and type(value[0]) is int and type(value[-1]) is int:  # strides
+            if value and type(value[0]) is int and type(value[-1]) is int:  # strides: no tensors
                 key.append(value)
             else:
-                key.append(len(value))
+                key += kind, len(value)
                 _sign(value, key, tensors)
         elif _is_descriptor(value):
             about = value.shape, value.strides, value.block_shape
             key += [value.base.dtype, value.padding, *map(tuple, about)]
-            key.append(getattr(value, "layout", None))
+            key += [getattr(value, name, None) for name in ("layout", "round_f32_to_tf32")]
             tensors.append(value.base)
         else:
             key.append(value)

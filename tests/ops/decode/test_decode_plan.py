@@ -172,6 +172,21 @@ def test_compiled_it_is_the_op(device):
     assert "fdattn.decode" in graphs[0]
 
 
+def test_compiled_it_refuses_the_same(device):
+    """A page table, too, which the op of a plan without one would not be given."""
+    q, k, v, lens = inputs(device)
+    plan = plan_decode(q, k, v, lens)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x, **named: plan(*x, **named), backend="eager")
+    same(compiled(q, k, v, lens), decode(q, k, v, lens))
+    with pytest.raises(ValueError, match="k_cache must be as planned"):
+        compiled(q, k[:, :, :200], v, lens)
+    with pytest.raises(ValueError, match="kv_lens must be as planned"):
+        compiled(q, k, v, None)
+    with pytest.raises(ValueError, match="page_table must be as planned, None, got"):
+        compiled(q, k, v, lens, page_table=lens[:, None])
+
+
 @pytest.mark.gpu
 def test_streams_threads_and_graphs():
     q, k, v, lens = inputs("cuda", dtype=torch.bfloat16)
@@ -225,3 +240,41 @@ def test_a_plan_is_the_same_by_the_op(device):
         plan(q, k, v, lens, out=(out, 3))
     with pytest.raises(TypeError, match=r"workspace must be a torch.Tensor, got str"):
         plan(q, k, v, lens, workspace="a")
+
+
+def test_a_plan_of_meta_tensors():
+    """Whose device torch knows no autocast for."""
+    given = inputs("meta")
+    for found, expected in zip(plan_decode(*given)(*given), decode(*given), strict=True):
+        assert found.is_meta
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.interpreter
+def test_held_tensors_that_changed_since(kernel_device):
+    """As a module's do by `parameter.data = …`: of other metadata refused, elsewhere in memory read where they are."""
+    q, k, v, lens = inputs(kernel_device, dtype=torch.float16)
+    sinks = torch.randn(8, device=kernel_device)
+    plan = plan_decode(q, k, v, lens, sinks=sinks)
+    sinks.data = torch.randn(8, device=kernel_device)
+    same(plan(q, k, v, lens), decode(q, k, v, lens, sinks=sinks))
+    sinks.data = sinks.data[:4].clone()
+    with pytest.raises(ValueError, match=r"sinks must be as planned, .* of shape \(8,\)"):
+        plan(q, k, v, lens)
+    k8, v8 = (x.mul(20).to(torch.int8) for x in (k, v))
+    scale = torch.full((1,), 0.05, device=kernel_device)
+    plan = plan_decode(q, k8, v8, lens, k_scale=scale, v_scale=scale)
+    for value in (0.05, 0.1):
+        scale.data = torch.full((1,), value, device=kernel_device)
+        same(plan(q, k8, v8, lens), decode(q, k8, v8, lens, k_scale=scale, v_scale=scale))
+
+
+def test_compiled_with_what_it_holds(device):
+    q, k, v, lens = inputs(device)
+    sinks, starts = torch.randn(8, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    plan = plan_decode(q, k, v, lens, sinks=sinks, kv_start=starts, q_start=lens)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: plan(*x), backend="eager", fullgraph=True)
+    for _ in range(2):
+        same(compiled(q, k, v, lens), plan(q, k, v, lens))
+        sinks.add_(1)

@@ -156,7 +156,7 @@ def decode_eagerly(
             k.dtype.itemsize == 1 and (k.data_ptr() | v.data_ptr()) & 1,
         )  # fmt: skip
         known = prepared.checked(key)
-    except AttributeError:  # something that is no tensor: the checks say what
+    except (AttributeError, RuntimeError):  # no tensor, or a nested one: the checks say which
         known = key = None
     if known is None:
         call = checked_call(q, k, v, page_table, plain_numbers(q, options), global_lens)
