@@ -39,6 +39,16 @@ def components(name: str) -> list[str]:
     return [hump.lower() for hump in humps]
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """Whoever searches for a class finds one meaning of its name."""
+    files: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "torch_fdattn").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not {name: found for name, found in files.items() if len(found) > 1}
+
+
 def is_kernel(node: ast.AST) -> bool:
     return any("jit" in ast.unparse(x) for x in getattr(node, "decorator_list", ()))
 

@@ -31,7 +31,7 @@ class _Checkout(Distribution):
         return Path(__file__).parents[1] / path
 
 
-class _Finder(DistributionFinder):
+class _CheckoutFinder(DistributionFinder):
     def find_spec(self, *args, **kwargs) -> None:
         return None  # of distributions alone
 
@@ -43,8 +43,8 @@ class _Finder(DistributionFinder):
 
 def announce() -> None:
     """Makes the entry point known, also to a torch.compile that has looked for entry points before."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+    if not any(isinstance(finder, _CheckoutFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_CheckoutFinder())
     registry = sys.modules.get("torch._dynamo.backends.registry")
     search = getattr(registry, "_discover_entrypoint_backends", None)
     if hasattr(search, "cache_info") and search.cache_info().currsize:

@@ -178,7 +178,7 @@ def test_columns_that_no_wide_store_divides(columns: int) -> None:
 
 def test_operands() -> None:
     """Descriptors where the device takes them; the rest by pointers."""
-    tile = tile_product.Tile(128, 128, 64, 4, 4)
+    tile = tile_product.ProductTile(128, 128, 64, 4, 4)
 
     def layout(x, weight, capability=(9, 0)) -> str | None:
         with ranks(capability=capability):

@@ -18,7 +18,7 @@ from torch_fdattn.server.bench.in_process import run_workload
 from torch_fdattn.server.bench.memory_limit import Ceilings, measure_ceilings, memory_limit
 from torch_fdattn.server.bench.over_http import send_workload
 from torch_fdattn.server.bench.report import figure_lines, write_record
-from torch_fdattn.server.bench.timings import Run, Timing
+from torch_fdattn.server.bench.timings import TimedRun, Timing
 from torch_fdattn.server.bench.workload import Workload, make_workload, reordered
 
 CONFIG = ModelConfig("qwen3", 64, 32, 48, 2, 4, 2, 16, 128)
@@ -31,7 +31,7 @@ def test_figures_of_known_times() -> None:
     first.saw(0.9, 4)  # no token
     for time, count in ((3.0, 1), (4.0, 2)):
         second.saw(time, count)
-    figures = Run([first, second, lost], 7).figures()
+    figures = TimedRun([first, second, lost], 7).figures()
     assert (figures["requests"], figures["prompt_tokens"], figures["new_tokens"]) == (2, 7, 6)
     assert (figures["seconds"], figures["tokens_per_s"]) == (4.0, 1.5)
     assert figures["ttft_ms"] == {"mean": 1250, "p50": 500, "p90": 2000, "p99": 2000}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dropins.layer_arguments import refuse_unknown
-from torch_fdattn.dropins.model_kinds import Kind, kind_of
+from torch_fdattn.dropins.model_kinds import ModelKind, kind_of
 from torch_fdattn.functional import paged_append_kv, paged_decode, varlen_attention
 
 PREFIXED = "paged|fdattn"
@@ -107,7 +107,7 @@ def continuous_batching(model: torch.nn.Module) -> Iterator[None]:
         [3, 3]
     """
     before = _attention_of(model)
-    if kind_of(type(model.config)) is not Kind.HANDS_ON:
+    if kind_of(type(model.config)) is not ModelKind.HANDS_ON:
         raise NotImplementedError(
             f"continuous_batching: {type(model).__name__} needs masks of its own (transformers' flash attention does "
             'not support it), which continuous batching does not make: use attn_implementation="sdpa"'

@@ -10,7 +10,7 @@ import sys
 import torch
 
 
-class Kind(enum.Enum):
+class ModelKind(enum.Enum):
     """What its code does with its masks."""
 
     HANDS_ON = "hands them on to its layers, as flash attention needs: what says the same as a mask will do"
@@ -19,7 +19,7 @@ class Kind(enum.Enum):
 
 
 @torch.compiler.assume_constant_result  # or Dynamo would trace it
-def kind_of(config_class: type) -> Kind:
+def kind_of(config_class: type) -> ModelKind:
     """Raises NotImplementedError for models that attend by themselves: they would add to their scores what is no
     mask of theirs, or go without the one that they rely on. transformers lets any model have any registered name.
     """
@@ -27,7 +27,7 @@ def kind_of(config_class: type) -> Kind:
 
 
 @functools.cache
-def _kind_of(config_class: type) -> Kind:
+def _kind_of(config_class: type) -> ModelKind:
     import transformers
 
     models = _models(config_class)
@@ -39,10 +39,10 @@ def _kind_of(config_class: type) -> Kind:
                 'torch.compile(model, backend="fdattn")'
             )
     if models and not _supports(models, "sdpa", "flash_attn", "flex_attn"):
-        return Kind.EAGER
+        return ModelKind.EAGER
     if (models and not _supports(models, "flash_attn")) or _asks_for_masks(config_class):
-        return Kind.ASKS
-    return Kind.HANDS_ON
+        return ModelKind.ASKS
+    return ModelKind.HANDS_ON
 
 
 def _supports(models: list[type], *names: str) -> bool:

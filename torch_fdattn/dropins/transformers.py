@@ -24,7 +24,7 @@ from torch_fdattn.dropins.continuous_batching import register as register_paged
 from torch_fdattn.dropins.layer_arguments import refuse_unknown
 from torch_fdattn.dropins.mask_functions import padding as padding_of
 from torch_fdattn.dropins.mask_functions import window_of
-from torch_fdattn.dropins.model_kinds import Kind, kind_of
+from torch_fdattn.dropins.model_kinds import ModelKind, kind_of
 from torch_fdattn.dropins.position_masks import masks_of_positions as masks_of_positions
 from torch_fdattn.extras import install_command
 from torch_fdattn.functional import attention, decode, varlen_attention
@@ -99,7 +99,7 @@ def fdattn_mask(
     skips = allow_is_bidirectional_skip if full else allow_is_causal_skip
     if shards is not None:  # transformers forbids it where it sees several sequences
         skips = True
-    if kind is not Kind.HANDS_ON:
+    if kind is not ModelKind.HANDS_ON:
         return _explicit(*explicit)
     if torch.compiler.is_compiling():
         # Dynamo does not follow `equal_functions`; no mask is made only where it is so by lengths alone.
@@ -134,10 +134,10 @@ def fdattn_mask(
     return _explicit(*explicit)
 
 
-def _explicit(hf, kind: Kind, *arguments) -> Tensor:
+def _explicit(hf, kind: ModelKind, *arguments) -> Tensor:
     """transformers' own boolean mask, or eager's where a model knows no other."""
     *arguments, device, kwargs = arguments
-    make = hf.eager_mask if kind is Kind.EAGER else hf.sdpa_mask
+    make = hf.eager_mask if kind is ModelKind.EAGER else hf.sdpa_mask
     names = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask",
              "local_size")  # fmt: skip
     return make(

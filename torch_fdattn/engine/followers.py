@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.engine.llm import LLM, Prompt
-from torch_fdattn.engine.rank_messages import Kind, Message, RankLost, RankMessages
+from torch_fdattn.engine.rank_messages import MessageKind, RankLost, RankMessage, RankMessages
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.structured import Matcher
 
@@ -78,14 +78,14 @@ class Followers:
             RankLost: one of them is gone.
         """
         commands, self._commands = self._commands, []
-        self._messages.send(self._ranks, Message(Kind.STEP, commands))
+        self._messages.send(self._ranks, RankMessage(MessageKind.STEP, commands))
 
     def end(self, error: BaseException | None) -> None:
         """Ends the others, by an error where there is one."""
         if error is None:
-            message = Message(Kind.END, self._commands)
+            message = RankMessage(MessageKind.END, self._commands)
         else:
-            message = Message(Kind.FAILED, repr(error))
+            message = RankMessage(MessageKind.FAILED, repr(error))
         try:
             self._messages.send(self._ranks, message)
         except RankLost:
@@ -102,7 +102,7 @@ class Followers:
     def _watch(self, rank: int) -> None:
         try:
             kind, said = self._messages.receive(rank)
-            if kind is Kind.END:
+            if kind is MessageKind.END:
                 return
             error = RankLost(f"rank {rank} of the engine has failed: {said}")
         except RankLost as lost:
@@ -143,7 +143,7 @@ class Follower:
             )
         self._llm, self._on_lost = llm, on_lost
         self._messages = RankMessages(llm.group)
-        self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._lost, self._is_lost = None, threading.Event()
         self._compiler = ThreadPoolExecutor(1, "torch_fdattn grammars")
         self._grammars: dict[int, Future[Matcher]] = {}
@@ -166,19 +166,19 @@ class Follower:
         except BaseException as error:
             # Longer than rank 0 waits for this: an error of all ranks is no loss of one.
             if not self._is_lost.wait(2 * _NOTICE_SECONDS):
-                self._say(Message(Kind.FAILED, repr(error)))
+                self._say(RankMessage(MessageKind.FAILED, repr(error)))
                 raise
             raise self._lost from error
         finally:
             self._compiler.shutdown(wait=False, cancel_futures=True)
         if self._lost is not None:
             raise self._lost
-        self._say(Message(Kind.END, []))
+        self._say(RankMessage(MessageKind.END, []))
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: RankMessage) -> None:
         for name, *arguments in message.content:
             self._commands[name](*arguments)
-        if message.kind is Kind.STEP:
+        if message.kind is MessageKind.STEP:
             self._llm.step()
 
     def _compile(self, number: int, params: dict) -> None:
@@ -193,20 +193,20 @@ class Follower:
         grammar = None if number is None else self._grammars.pop(number).result()
         self._llm.add_request(request_id, prompt, _params(params), grammar)
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: RankMessage) -> None:
         with contextlib.suppress(RankLost):  # it ends as well
             self._messages.send([0], message)
 
     def _receive(self) -> None:
         """On a thread of its own: rank 0's messages, to its last one or its loss; then None."""
-        message = Message(Kind.STEP, [])
-        while message.kind is Kind.STEP:
+        message = RankMessage(MessageKind.STEP, [])
+        while message.kind is MessageKind.STEP:
             try:
                 message = self._messages.receive(0)
             except RankLost as lost:
                 self._lost = lost
                 break
-            if message.kind is Kind.FAILED:
+            if message.kind is MessageKind.FAILED:
                 self._lost = RankLost(f"rank 0 of the engine has failed: {message.content}")
             else:
                 self._received.put(message)

@@ -30,7 +30,7 @@ _LARGEST_CHUNK = 512
 MAX_BATCH_TOKENS = 16384
 
 
-class Sizes(NamedTuple):
+class EngineSizes(NamedTuple):
     """What follows from the arguments and the memory."""
 
     max_model_len: int
@@ -45,7 +45,7 @@ def make_runner(
     hierarchy: tuple[Group, Group] | None, tp_group: Group, sync_group: Group, batch_invariant: bool,
     rank_invariant: bool, speculation: NgramSpeculation | None, run_ahead: bool, fused: bool,
     eos_ids: Collection[int] | None,
-) -> tuple[ModelRunner, Sizes]:  # fmt: skip
+) -> tuple[ModelRunner, EngineSizes]:  # fmt: skip
     """The runner of `LLM`'s arguments of these names, with its pages and rows allocated. eos_ids: None without a tokenizer."""
     if not isinstance(model, (Transformer, InferenceTransformer)):
         raise TypeError(
@@ -114,7 +114,7 @@ def make_runner(
         model, kv, rows, max_num_seqs, cuda_graph=graphs, group=groups.everybody,
         batch_invariant=batch_invariant, prompt_graph_tokens=min(prompt_graph_tokens, max_batch_tokens), speculation=speculation,
     )  # fmt: skip
-    return runner, Sizes(longest, pages, kv.page_size)
+    return runner, EngineSizes(longest, pages, kv.page_size)
 
 
 def _check_strategy(strategy: str, hierarchy: tuple[str, str] | None, kv_group: str | None) -> None:

@@ -30,7 +30,7 @@ class RankLost(RuntimeError):
     """
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What follows a message's content."""
 
     STEP = 0  # a step
@@ -38,10 +38,10 @@ class Kind(IntEnum):
     FAILED = 2  # nothing: the sender cannot go on
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """content: of a step and the end commands, and what happened where the sender has failed."""
 
-    kind: Kind
+    kind: MessageKind
     content: list | str
 
 
@@ -65,7 +65,7 @@ class RankMessages:
                 "one: see what the others say"
             ) from error
 
-    def send(self, ranks: Sequence[int], message: Message) -> None:
+    def send(self, ranks: Sequence[int], message: RankMessage) -> None:
         """To each of these ranks of the group; of one thread at a time.
 
         Raises:
@@ -85,7 +85,7 @@ class RankMessages:
         for rank, error in gone:
             raise _lost(rank) from error
 
-    def receive(self, rank: int) -> Message:
+    def receive(self, rank: int) -> RankMessage:
         """The next one of this rank of the group, whenever it comes.
 
         Raises:
@@ -100,7 +100,9 @@ class RankMessages:
                 dist.irecv(content, source, group=self._group).wait(_FOR_EVER)
         except RuntimeError as error:
             raise _lost(rank) from error
-        return Message(Kind(kind), json.loads(content.numpy().tobytes()) if count else [])
+        return RankMessage(
+            MessageKind(kind), json.loads(content.numpy().tobytes()) if count else []
+        )
 
 
 def _lost(rank: int) -> RankLost:

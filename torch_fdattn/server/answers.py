@@ -37,7 +37,7 @@ class Progress:
         return text, places
 
 
-class Frame:
+class AnswerFrame:
     """The fields that are the same in all chunks of an answer, and its usage."""
 
     def __init__(self, kind: str, request: SamplingFields, model_name: str) -> None:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from torch_fdattn.engine.outputs import CompletionOutput
-from torch_fdattn.server.answers import Frame, Outputs, Progress, check_stream_options
+from torch_fdattn.server.answers import AnswerFrame, Outputs, Progress, check_stream_options
 from torch_fdattn.server.conversation import Conversation, read_conversation
 from torch_fdattn.server.logprobs import Place, chat_logprobs
 from torch_fdattn.server.reply_parser import Delta, ReplyParser
@@ -16,10 +16,10 @@ from torch_fdattn.server.schemas import ChatRequest
 from torch_fdattn.server.service import Service
 
 
-class Chat:
+class ChatAnswer:
     """One request, checked; `chunks` or `answer` runs it."""
 
-    def __init__(self, outputs: Outputs, frame: Frame, choices: list[Choice]) -> None:
+    def __init__(self, outputs: Outputs, frame: AnswerFrame, choices: list[Choice]) -> None:
         self._outputs, self._frame, self._choices = outputs, frame, choices
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -115,7 +115,7 @@ class Choice:
         }
 
 
-async def make_chat(request: ChatRequest, service: Service) -> Chat:
+async def make_chat(request: ChatRequest, service: Service) -> ChatAnswer:
     """Checks a request; what is wrong with it is an APIError."""
     service.check_model(request.model)
     check_stream_options(request)
@@ -132,8 +132,8 @@ async def make_chat(request: ChatRequest, service: Service) -> Chat:
     is_plain = params.json_schema is not None or params.grammar is not None
     top = params.logprobs
     choices = [Choice(i, _parser(conversation, is_plain), top) for i in range(params.n)]
-    frame = Frame("chat.completion", request, service.options.model_name)
-    return Chat(service.generate([ids], [params], frame.id, CHAT_NAMES), frame, choices)
+    frame = AnswerFrame("chat.completion", request, service.options.model_name)
+    return ChatAnswer(service.generate([ids], [params], frame.id, CHAT_NAMES), frame, choices)
 
 
 def _parser(conversation: Conversation, is_plain: bool) -> ReplyParser:

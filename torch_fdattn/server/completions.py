@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from torch_fdattn.engine.outputs import CompletionOutput
-from torch_fdattn.server.answers import Frame, Outputs, Progress, check_stream_options
+from torch_fdattn.server.answers import AnswerFrame, Outputs, Progress, check_stream_options
 from torch_fdattn.server.errors import APIError
 from torch_fdattn.server.logprobs import completion_logprobs
 from torch_fdattn.server.sampling import completion_params
@@ -19,7 +19,7 @@ class Completion:
     """One request, checked; `chunks` or `answer` runs it. Prompt p's choice k has the index p·n + k."""
 
     def __init__(
-        self, outputs: Outputs, frame: Frame, num_prompts: int, n: int, top: int | None
+        self, outputs: Outputs, frame: AnswerFrame, num_prompts: int, n: int, top: int | None
     ) -> None:
         self._outputs, self._frame, self._n = outputs, frame, n
         self._choices = [_Choice(i, top) for i in range(num_prompts * n)]
@@ -89,7 +89,7 @@ async def make_completion(request: CompletionRequest, service: Service) -> Compl
     for name, prompt in zip(prompts, ids, strict=True):
         service.check_prompt(prompt, name)
     params = [completion_params(request, len(prompt), service.max_model_len) for prompt in ids]
-    frame = Frame("text_completion", request, service.options.model_name)
+    frame = AnswerFrame("text_completion", request, service.options.model_name)
     outputs = service.generate(ids, params, frame.id, {})
     return Completion(outputs, frame, len(ids), params[0].n, request.logprobs)
 

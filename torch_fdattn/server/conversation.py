@@ -14,7 +14,7 @@ from typing import Any
 from torch_fdattn.models import ModelError, Tokenizer
 from torch_fdattn.models.chat_template import GIVEN_VARIABLES, template_variables
 from torch_fdattn.server.errors import APIError
-from torch_fdattn.server.schemas import Message, Tool
+from torch_fdattn.server.schemas import ChatMessage, Tool
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 THINK, THINK_END = "<think>", "</think>"
@@ -31,7 +31,7 @@ class Conversation:
 
 
 def read_conversation(
-    tokenizer: Tokenizer, messages: list[Message], tools: list[Tool] | None = None,
+    tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[Tool] | None = None,
     variables: dict[str, Any] | None = None,
 ) -> Conversation:  # fmt: skip
     """The prompt of a conversation by the tokenizer's chat template, up to where the reply begins."""
@@ -99,7 +99,7 @@ def _variables_of(template: str) -> Set[str]:
         raise APIError(400, str(error), param="messages") from None
 
 
-def _as_template(message: Message, where: str) -> dict[str, Any]:
+def _as_template(message: ChatMessage, where: str) -> dict[str, Any]:
     """A message as templates take it: text in one run, the arguments of calls as an object."""
     given = message.model_dump(exclude_none=True)
     if given["role"] == "developer":  # the later name of the first role

@@ -71,7 +71,7 @@ class ToolCall(_Body):
     function: FunctionCall
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -110,7 +110,7 @@ class ResponseFormat(_Body):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -126,5 +126,5 @@ class ChatRequest(SamplingFields):
 class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None

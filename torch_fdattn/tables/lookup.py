@@ -29,14 +29,14 @@ SHIPPED = Path(__file__).with_name("shipped.json")
 _Sections = dict[str, dict[tuple, dict[str, Any]]]
 
 
-class _State:
+class _TablesState:
     """Whether the user's file counts: not while `fdattn tune` measures what is to go into it."""
 
     def __init__(self) -> None:
         self.shipped_only = False
 
 
-_state = _State()
+_state = _TablesState()
 
 
 def entries(section: str, device: Device) -> tuple[dict[str, Any], ...]:

@@ -23,7 +23,7 @@ MAX_ROWS = {"gemm_all_reduce": GEMM_ALL_REDUCE_ROWS, "one_shot": 4096}
 EVEN = ("fused",)
 
 
-class LayerConfig(Protocol):
+class LayerDims(Protocol):
     """What a model's configuration says of the sizes of a layer."""
 
     @property
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     ops: tuple[str, ...]
 
 
-def shapes(config: LayerConfig, ranks: int) -> list[Shape]:
+def shapes(config: LayerDims, ranks: int) -> list[Shape]:
     """The four of a layer; of the first rank, whose shares are the largest."""
     shard = shard_heads(config.num_heads, config.num_kv_heads, 0, ranks)
     inner = split_evenly(config.intermediate_size, ranks)[0]
@@ -88,7 +88,7 @@ class LinearChoices:
         self._choices.setdefault(sizes, {})[rows] = name
         self._taken[(*sizes, rows)] = us, alone_us
 
-    def layer(self, config: LayerConfig, rows: Iterable[int]) -> None:
+    def layer(self, config: LayerDims, rows: Iterable[int]) -> None:
         """Which form a model's layers had better take: the sum over the four of them."""
         by_name = {shape.layer: shape for shape in shapes(config, self._ranks)}
         for count in rows:

@@ -26,7 +26,7 @@ ALONE = "alone"
 
 
 class LayerSizes(NamedTuple):
-    """A `linears.LayerConfig`."""
+    """A `linears.LayerDims`."""
 
     hidden_size: int
     intermediate_size: int

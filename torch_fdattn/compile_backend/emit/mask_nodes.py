@@ -29,14 +29,14 @@ from torch_fdattn.compile_backend.masks.expressions import (
     Quotient,
     sort_key,
 )
-from torch_fdattn.compile_backend.masks.structure import Sizes
+from torch_fdattn.compile_backend.masks.structure import MaskSizes
 from torch_fdattn.ops.positions import FAR
 
 
 class MaskNodes:
     """Nodes for expressions, with the given axes as their dimensions (of one, where they do not depend on it)."""
 
-    def __init__(self, add: Adder, sizes: Sizes, axes: tuple[str, ...] = AXES) -> None:
+    def __init__(self, add: Adder, sizes: MaskSizes, axes: tuple[str, ...] = AXES) -> None:
         self.add, self.axes = add, axes
         self.size = dict(zip(AXES, sizes, strict=True))
         self.device = value(add.like).device

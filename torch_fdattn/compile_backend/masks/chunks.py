@@ -28,20 +28,20 @@ from torch_fdattn.compile_backend.masks.expressions import (
 _Q, _K = Axis("q"), Axis("k")
 
 
-class Part(NamedTuple):
+class MaskPart(NamedTuple):
     """What follows from a conjunct of a mask; all such parts together are the conjunct again."""
 
     of: Condition  #: the conjunct
     says: Condition
 
 
-def parts(condition: Condition, sizes) -> list[Part]:
+def parts(condition: Condition, sizes) -> list[MaskPart]:
     """The conjuncts in order, with bounds of keys in place of bounds of quotients, less what follows from others."""
-    found: list[Part] = []
+    found: list[MaskPart] = []
     for conjunct in sorted(conjuncts(condition), key=sort_key):
         says = _of_keys(conjunct)
         says = both(*(_simpler(part, sizes) for part in conjuncts(says)))
-        found += [Part(conjunct, part) for part in sorted(conjuncts(says), key=sort_key)]
+        found += [MaskPart(conjunct, part) for part in sorted(conjuncts(says), key=sort_key)]
     for part in list(found):
         others = [x.says for x in found if x is not part]
         if any(_follows(part.says, other) for other in others):
@@ -49,7 +49,7 @@ def parts(condition: Condition, sizes) -> list[Part]:
     return found
 
 
-def size_of(parts: list[Part], sizes, causal: bool) -> int | None:
+def size_of(parts: list[MaskPart], sizes, causal: bool) -> int | None:
     """C, where the parts say of queries and keys that both begin with the first that they share a chunk, and no more.
 
     causal: whether keys behind the query are hidden anyway.

@@ -31,7 +31,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
 
 if TYPE_CHECKING:
     from torch_fdattn.compile_backend.masks.reader import Reader
-    from torch_fdattn.compile_backend.masks.structure import Sizes
+    from torch_fdattn.compile_backend.masks.structure import MaskSizes
 
 Entry = Poly | Condition
 Index = tuple[Poly, ...]
@@ -50,7 +50,9 @@ def axis(name: str) -> Poly:
     return Poly.atom(Axis(name))
 
 
-def index_of(dims: tuple[str, ...], sizes: Sizes, groups: tuple[int, int] | None = None) -> Index:
+def index_of(
+    dims: tuple[str, ...], sizes: MaskSizes, groups: tuple[int, int] | None = None
+) -> Index:
     """The index of a score whose dims are these: "bh" holds batch and heads, "g" and "n" are of (groups, heads of one)."""
     found = {name: axis(name) for name in ("b", "h", "q", "k")}
     found["bh"] = found["b"] * sizes.poly("heads") + found["h"]

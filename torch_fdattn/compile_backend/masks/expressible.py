@@ -12,12 +12,12 @@ from torch_fdattn.compile_backend.masks.expressions import (
     Poly,
     Select,
 )
-from torch_fdattn.compile_backend.masks.structure import Sizes
+from torch_fdattn.compile_backend.masks.structure import MaskSizes
 
 AXES = ("b", "h", "q", "k")
 
 
-def is_expressible(expression: Poly | Condition, sizes: Sizes) -> bool:
+def is_expressible(expression: Poly | Condition, sizes: MaskSizes) -> bool:
     """Whether nodes can be made of it: no symbolic numbers, and lookups that are views."""
     return _expressible(expression, dict(zip(AXES, sizes, strict=True)))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from torch_fdattn.compile_backend.masks.expressions import both
-from torch_fdattn.compile_backend.masks.structure import Sizes, structured
+from torch_fdattn.compile_backend.masks.structure import MaskSizes, structured
 from torch_fdattn.compile_backend.masks.terms import Floor, ParsedTerm
 from torch_fdattn.compile_backend.masks.values import SWALLOWS, lowest
 from torch_fdattn.compile_backend.report import Unsupported
@@ -24,7 +24,7 @@ def may_hide(read: ParsedTerm) -> bool:
     return read.term.is_added and read.bias is not None and lowest(read.bias) <= SWALLOWS
 
 
-def is_of_no_effect(reads: Sequence[ParsedTerm], sizes: Sizes) -> bool:
+def is_of_no_effect(reads: Sequence[ParsedTerm], sizes: MaskSizes) -> bool:
     """Whether every query is known to see a key."""
     if any(read.bias is None for read in reads):
         return False

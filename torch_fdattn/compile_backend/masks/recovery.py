@@ -42,7 +42,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
 from torch_fdattn.compile_backend.masks.hidden_rows import HiddenRows
 from torch_fdattn.compile_backend.masks.reader import Reader
 from torch_fdattn.compile_backend.masks.structure import (
-    Sizes,
+    MaskSizes,
     Structure,
     is_for_all_keys,
     slopes,
@@ -62,12 +62,12 @@ from torch_fdattn.compile_backend.report import Unsupported
 from torch_fdattn.ops.scores import MASK_LIMIT
 
 
-def top_left(sizes: Sizes) -> RecoveredMask:
+def top_left(sizes: MaskSizes) -> RecoveredMask:
     """SDPA's is_causal."""
     return RecoveredMask(Structure(number(0), -1, 0).aligned(sizes, distances=False))
 
 
-def sinks_of(node: Node, sizes: Sizes) -> Poly:
+def sinks_of(node: Node, sizes: MaskSizes) -> Poly:
     """The sinks that are concatenated to the scores: a number of each head, or else raises `Unsupported`."""
     index = tuple(map(axis, ("b", "h", "q", "k")))
     found = Reader().read(node, index) if value(node).dim() == 4 else None
@@ -89,7 +89,7 @@ class MaskRecovery:
         self.made: dict[tuple, Node] = {}
 
     def recover(
-        self, terms: list[MaskTerm], sizes: Sizes, dtype: torch.dtype, until: Node, *, safe: bool,
+        self, terms: list[MaskTerm], sizes: MaskSizes, dtype: torch.dtype, until: Node, *, safe: bool,
         sinks: bool = False, groups: tuple[int, int] | None = None, floor: Floor | None = None,
     ) -> RecoveredMask:  # fmt: skip
         """What all masks together do; raises `Unsupported` where our ops cannot do it.
@@ -128,7 +128,7 @@ class MaskRecovery:
         return found
 
     def condition(
-        self, terms: list[MaskTerm], sizes: Sizes, dtype: torch.dtype, until: Node, *,
+        self, terms: list[MaskTerm], sizes: MaskSizes, dtype: torch.dtype, until: Node, *,
         sinks: bool = False, groups: tuple[int, int] | None = None,
     ) -> Condition | None:  # fmt: skip
         """Where scores are seen, if all masks together say that and nothing else of queries that see a key.
@@ -146,7 +146,7 @@ class MaskRecovery:
         return both(*(read.condition for read in reads))
 
     def _parsed(
-        self, term: MaskTerm, index: Index, sizes: Sizes, dtype: torch.dtype, until: Node,
+        self, term: MaskTerm, index: Index, sizes: MaskSizes, dtype: torch.dtype, until: Node,
         sinks: bool,
     ) -> tuple[ParsedTerm, list[Node]]:  # fmt: skip
         fake = value(term.node)
@@ -201,7 +201,7 @@ class MaskRecovery:
         return replace(found, condition=condition, fills=fills, bias=bias, summed=summed), makers
 
     def _entry(
-        self, node: Node, index: Index, sizes: Sizes, until: Node
+        self, node: Node, index: Index, sizes: MaskSizes, until: Node
     ) -> tuple[Entry, frozenset[Node]]:
         key = node, index
         if key not in self._entries:
@@ -233,7 +233,7 @@ def _check_writes(reads: list[ParsedTerm]) -> None:
 
 
 def _taken_apart(
-    reads: list[ParsedTerm], sizes: Sizes, rows: HiddenRows, chunks: bool = True
+    reads: list[ParsedTerm], sizes: MaskSizes, rows: HiddenRows, chunks: bool = True
 ) -> RecoveredMask:
     """What is proven as structure, and the rest kept; raises `KeepAsTensors` where all is better kept.
 
@@ -262,7 +262,9 @@ def _taken_apart(
     return mask
 
 
-def _kept(read: ParsedTerm, mask: RecoveredMask, sizes: Sizes, finite: bool) -> list[ExplicitMask]:
+def _kept(
+    read: ParsedTerm, mask: RecoveredMask, sizes: MaskSizes, finite: bool
+) -> list[ExplicitMask]:
     """What of a term the structure does not say."""
     if read.bias is None:
         mask.reason = read.reason
@@ -284,7 +286,7 @@ def _kept(read: ParsedTerm, mask: RecoveredMask, sizes: Sizes, finite: bool) -> 
     return [ExplicitMask(read.term)]
 
 
-def _root(poly: Poly, reads: list[ParsedTerm], sizes: Sizes) -> Node:
+def _root(poly: Poly, reads: list[ParsedTerm], sizes: MaskSizes) -> Node:
     """A mask that holds all that a polynomial is made of: there it can be computed."""
     lookups = {atom for atom in atoms_of(poly) if isinstance(atom, Lookup)}
     for read in reads:
@@ -313,7 +315,7 @@ def _unread(node: Node, index: Index) -> Entry:
 
 
 def _from_entries(
-    node: Node, entry: Entry, visited: frozenset[Node], sizes: Sizes
+    node: Node, entry: Entry, visited: frozenset[Node], sizes: MaskSizes
 ) -> tuple[Entry, frozenset[Node]]:
     """A mask that the graph makes from nothing in some unknown way: a band, if its entries are one."""
     found = constant(node)
@@ -323,7 +325,7 @@ def _from_entries(
     return (entry, visited) if band is None else (band, frozenset(found[1]))
 
 
-def _band(mask: Tensor, sizes: Sizes) -> Condition | None:
+def _band(mask: Tensor, sizes: MaskSizes) -> Condition | None:
     """The condition from the first to the last diagonal that is seen, where that is all of it."""
     shape = (sizes.queries, sizes.keys)
     try:

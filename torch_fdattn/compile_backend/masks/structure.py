@@ -14,7 +14,7 @@ import sympy
 
 from torch_fdattn.compile_backend.graph.nodes import statically_true
 from torch_fdattn.compile_backend.masks import chunks as mask_chunks
-from torch_fdattn.compile_backend.masks.chunks import Part
+from torch_fdattn.compile_backend.masks.chunks import MaskPart
 from torch_fdattn.compile_backend.masks.expressions import (
     Axis,
     Condition,
@@ -31,7 +31,7 @@ from torch_fdattn.compile_backend.masks.expressions import (
 _Q, _K = Axis("q"), Axis("k")
 
 
-class Sizes(NamedTuple):
+class MaskSizes(NamedTuple):
     """Of the scores; ints or SymInts."""
 
     batch: object
@@ -80,7 +80,7 @@ class Structure:
     prefix: int = 0
     rest: list[Condition] = field(default_factory=list)
 
-    def is_never_empty(self, sizes: Sizes) -> bool:
+    def is_never_empty(self, sizes: MaskSizes) -> bool:
         """Whether every query is known to see a key."""
         if self.rest:
             return False
@@ -108,7 +108,7 @@ class Structure:
             return None
         return replace(self, start=start, left=left, right=right)
 
-    def aligned(self, sizes: Sizes, distances: bool) -> Structure:
+    def aligned(self, sizes: MaskSizes, distances: bool) -> Structure:
         """With no start, where queries may then stand as the last of the keys; distances: between these matter."""
         ends = sizes.default_start
         # Lengths would say where queries stand, and lengths are clamped to the keys there are.
@@ -118,10 +118,10 @@ class Structure:
         return self if moved is None else replace(moved, start=None)
 
 
-def structured(condition: Condition, sizes: Sizes, chunks: bool) -> Structure:
+def structured(condition: Condition, sizes: MaskSizes, chunks: bool) -> Structure:
     """The same condition, as far as it is structure; chunks: whether they may be a part of it."""
     found = Structure()
-    rest: list[Part] = []
+    rest: list[MaskPart] = []
     above: list[Bound] = []
     below: list[Bound] = []
     lengths: list[Bound] = []
@@ -136,7 +136,7 @@ def structured(condition: Condition, sizes: Sizes, chunks: bool) -> Structure:
         elif kind == "length":
             lengths.append(Bound(part, by + number(1)))
         else:
-            rest.append(Part(part, says))
+            rest.append(MaskPart(part, says))
     found.rest = [part.of for part in rest]
     above = [x for x in above if not _allows_all(x.by - sizes.poly("keys"), -1, sizes)]
     below = [x for x in below if not _allows_all(x.by - sizes.poly("queries"), -1, sizes)]
@@ -195,11 +195,11 @@ def _bound(part: Condition) -> tuple[str, Poly | None]:
     return kinds.get((of_k, of_q), ""), by
 
 
-def _allows_all(excess: Poly, minimum: int, sizes: Sizes) -> bool:
+def _allows_all(excess: Poly, minimum: int, sizes: MaskSizes) -> bool:
     return sizes.is_provable(excess, lambda x: x >= minimum)
 
 
-def _tightest(bounds: list[Bound], sizes: Sizes) -> list[Bound]:
+def _tightest(bounds: list[Bound], sizes: MaskSizes) -> list[Bound]:
     """Without those that follow from another."""
     kept: list[Bound] = []
     for bound in bounds:
@@ -246,7 +246,7 @@ def split(added: Poly, hides: Callable[[float], bool]) -> SplitBias:
             return SplitBias(conditions, fills, added)
 
 
-def slopes(bias: Poly, structure: Structure, sizes: Sizes) -> tuple[Poly, Structure] | None:
+def slopes(bias: Poly, structure: Structure, sizes: MaskSizes) -> tuple[Poly, Structure] | None:
     """ALiBi: (slopes, the structure with where queries stand), where the bias is -slope · |query - key|.
 
     What is the same for all keys of a query changes no softmax: where keys after the query are hidden, slope · key
@@ -281,7 +281,7 @@ def slopes(bias: Poly, structure: Structure, sizes: Sizes) -> tuple[Poly, Struct
     return None if moved is None else (slope * number(-1), moved)
 
 
-def _where_distances_begin(distance: Magnitude, sizes: Sizes) -> Poly | None:
+def _where_distances_begin(distance: Magnitude, sizes: MaskSizes) -> Poly | None:
     """start in |start + q - k|."""
     kind, by = _bound(NonNegative(distance.of))
     if kind == "above" or (kind == "length" and statically_true(sizes.queries == 1)):

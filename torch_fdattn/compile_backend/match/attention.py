@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.masks.expressions import Poly
-from torch_fdattn.compile_backend.masks.structure import Sizes
+from torch_fdattn.compile_backend.masks.structure import MaskSizes
 from torch_fdattn.compile_backend.masks.terms import RecoveredMask
 from torch_fdattn.compile_backend.match.operands import B, H, Operand, S, trace_operand
 
@@ -45,7 +45,7 @@ class MatchedAttention:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MaskSizes:
         return score_sizes(self.q, self.k)
 
     def note_repeated_heads(self) -> None:
@@ -64,5 +64,5 @@ class MatchedAttention:
         return source
 
 
-def score_sizes(q: Operand, k: Operand) -> Sizes:
-    return Sizes(q.size(B), q.size(H), q.size(S), k.size(S))
+def score_sizes(q: Operand, k: Operand) -> MaskSizes:
+    return MaskSizes(q.size(B), q.size(H), q.size(S), k.size(S))

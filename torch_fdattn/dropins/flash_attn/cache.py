@@ -34,7 +34,7 @@ from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 from torch_fdattn.ops.library import run_without_derivatives
 
 
-class Cache(NamedTuple):
+class FlashCache(NamedTuple):
     """Where keys and values lie: rows (B, capacity, H_k, D), or pages (P, page, H_k, D) behind a table."""
 
     k: Tensor
@@ -54,7 +54,7 @@ class CacheCall(NamedTuple):
     """A call over a cache, of checked q, cache and options."""
 
     q: Tensor  # (B, S, H, D), or (T, H, D) where cu_seqlens_q says whose its tokens are
-    cache: Cache
+    cache: FlashCache
     k: (
         Tensor | None
     )  # (B, S_new, H_k, D), to be appended, or (T_new, H_k, D) where cu_seqlens_k says whose they are
@@ -69,7 +69,7 @@ class CacheCall(NamedTuple):
 def checked_cache(
     q: Tensor, batch: int, k_cache: Tensor, v_cache: Tensor, lens: int | Tensor | None, batch_idx: Tensor | None,
     leftpad: Tensor | None, table: Tensor | None, table_name: str,
-) -> Cache:  # fmt: skip
+) -> FlashCache:  # fmt: skip
     """The cache of a call of `batch` sequences; a table of pages is given by this name."""
     like, length = "the sequences of q", None
     if type(lens) is int:
@@ -93,7 +93,9 @@ def checked_cache(
                 f"cache_batch_idx must lie in [0, {rows}), the rows of the cache, got {values}"
             )
         if table is None:
-            return Cache(k_cache, v_cache, batch_idx[:, None], lens, leftpad, length, table_name)
+            return FlashCache(
+                k_cache, v_cache, batch_idx[:, None], lens, leftpad, length, table_name
+            )
         expect_pages(table_name, table, None, k_cache, q)
         table = table[batch_idx]
     elif table is not None:
@@ -104,7 +106,7 @@ def checked_cache(
         )
     else:
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
-    return Cache(k_cache, v_cache, table, lens, leftpad, length, table_name)
+    return FlashCache(k_cache, v_cache, table, lens, leftpad, length, table_name)
 
 
 def run_over_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -148,7 +150,7 @@ def _check_new(call: CacheCall) -> None:
     _check_capacity(cache, new)
 
 
-def _check_capacity(cache: Cache, new: int | Tensor) -> None:
+def _check_capacity(cache: FlashCache, new: int | Tensor) -> None:
     """Lengths that lie on the host. Elsewhere they are clamped, and tokens dropped: a look would wait for the device."""
     lens = cache.lens
     if cache.length is not None:
@@ -200,7 +202,7 @@ def places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return sequence, row - cu_seqlens[sequence], inside
 
 
-def _append(cache: Cache, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Cache:
+def _append(cache: FlashCache, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> FlashCache:
     """The cache with the new tokens in it, and its lengths with theirs."""
     lens = cache.lens
     if cu_seqlens is not None:
@@ -217,7 +219,7 @@ def _append(cache: Cache, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Ca
     return cache._replace(lens=lens + k.shape[1])
 
 
-def _table_of(cache: Cache) -> Tensor:
+def _table_of(cache: FlashCache) -> Tensor:
     """The page table, or that of rows as pages."""
     if cache.table is not None:
         return cache.table
@@ -225,7 +227,7 @@ def _table_of(cache: Cache) -> Tensor:
 
 
 def _attend(
-    q: Tensor, cache: Cache, options: dict, cu_seqlens_q: Tensor | None
+    q: Tensor, cache: FlashCache, options: dict, cu_seqlens_q: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     shown = None
     if cache.leftpad is not None:

@@ -48,7 +48,7 @@ class _Distribution(Distribution):
         return Path(__file__).parent / path
 
 
-class _Finder(DistributionFinder, importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _ModuleFinder(DistributionFinder, importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds, loads and describes the modules; `replaced`: what stood under their names."""
 
     def __init__(self, replaced: dict[str, types.ModuleType]) -> None:
@@ -105,7 +105,7 @@ def install(replace: bool = False) -> None:
     """
     if type(replace) is not bool:
         raise TypeError(f"replace must be a bool, got {replace!r}")
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _ModuleFinder) for finder in sys.meta_path):
         return
     for name in ("flash_attn", "flash_attn_interface"):
         if not replace and (name in sys.modules or importlib.util.find_spec(name) is not None):
@@ -114,7 +114,7 @@ def install(replace: bool = False) -> None:
                 f"install must not take the place of {name}, which is {state}, unless replace is True, got replace=False"
             )
     replaced = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_theirs(name)}
-    sys.meta_path.insert(0, _Finder(replaced))
+    sys.meta_path.insert(0, _ModuleFinder(replaced))
     for name in _MODULES:
         importlib.import_module(name)
 
@@ -125,7 +125,7 @@ def uninstall() -> None:
     Examples:
         >>> torch_fdattn.dropins.flash_attn.uninstall()  # of nothing: changes nothing
     """
-    finder = next((x for x in sys.meta_path if isinstance(x, _Finder)), None)
+    finder = next((x for x in sys.meta_path if isinstance(x, _ModuleFinder)), None)
     if finder is None:
         return
     sys.meta_path.remove(finder)

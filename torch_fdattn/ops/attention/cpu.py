@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torch_fdattn.ops.attention.cpu_parts import (
     FEW_KEYS,
-    Part,
+    CpuPart,
     are_small,
     only_part,
     parts,
@@ -231,7 +231,7 @@ def _cut(tensors: tuple[Tensor, ...], sequences: slice, rows: slice) -> tuple[Te
     return tuple(x[sequences, :, rows] for x in tensors)
 
 
-def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
+def _forward(part: CpuPart, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of the part's rows; None: the kernel may have lost or spread a NaN."""
     v_dim = v.shape[3]
     k, v = _cut((k, v), part.sequences, part.keys)
@@ -253,7 +253,7 @@ def _forward(part: Part, q, k, v, scale: float) -> tuple[Tensor, Tensor] | None:
     return (out if out.shape[3] == v_dim else out[..., :v_dim]), lse
 
 
-def _backward(part: Part, dout, q, k, v, out, lse, scale: float) -> tuple[Tensor, ...]:
+def _backward(part: CpuPart, dout, q, k, v, out, lse, scale: float) -> tuple[Tensor, ...]:
     kv_heads, dims = k.shape[1], (q.shape[3], k.shape[3], v.shape[3])
     of_rows = _cut((dout, q, out), part.sequences, part.rows)
     of_keys = _cut((k, v), part.sequences, part.keys)

@@ -22,7 +22,7 @@ FEW_KEYS = 1 << 16
 FEW_SEQUENCES, SMALL = 8, 1 << 17
 
 
-class Part(NamedTuple):
+class CpuPart(NamedTuple):
     """Rows and keys of some sequences that one call of the kernel answers."""
 
     sequences: slice
@@ -49,7 +49,9 @@ class _Run(NamedTuple):
     mask: Mask  # of one of them, or of each
 
 
-def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False) -> Iterator[Part]:
+def parts(
+    q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False
+) -> Iterator[CpuPart]:
     """Of a call with q (B, H, S, D) and k (B, H_kv, S_kv, D); rows in no part see no key.
 
     alone: no part has more than one sequence.
@@ -59,17 +61,17 @@ def parts(q: Tensor, k: Tensor, mask: Mask, scores: Scores, alone: bool = False)
         for rows, keys, hides in _bands(run, q.shape[2], q.shape[1] * _width(run), scores):
             causal = hides and entries is None and scores.alibi_slopes is None
             if causal and _is_causal(run, rows):
-                yield Part(run.sequences, rows, keys, causal=True)
+                yield CpuPart(run.sequences, rows, keys, causal=True)
                 continue
             bias = None
             if entries is not None:
                 bias = _bias_of_mask(_cut(entries, run.sequences, rows, keys))
             if hides or scores.alibi_slopes is not None:
                 bias = _with_positions(bias, run, rows, keys, hides, scores.alibi_slopes)
-            yield Part(run.sequences, rows, keys, bias=bias)
+            yield CpuPart(run.sequences, rows, keys, bias=bias)
 
 
-def only_part(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part | None:
+def only_part(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> CpuPart | None:
     """The only part of a call in which the diagonal alone hides keys, as `parts` gives it, in a fifth of the time."""
     rows, keys, right = q.shape[2], k.shape[2], mask.window_right
     if (
@@ -77,10 +79,10 @@ def only_part(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part | None:
         or scores.alibi_slopes is not None or scores.attn_mask is not None or any(x is not None for x in mask[:3])
     ):  # fmt: skip
         return None
-    return Part(slice(0, q.shape[0]), slice(0, rows), slice(0, keys), right == 0 and rows > 1)
+    return CpuPart(slice(0, q.shape[0]), slice(0, rows), slice(0, keys), right == 0 and rows > 1)
 
 
-def together(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part:
+def together(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> CpuPart:
     """All sequences, the last of whose keys the queries are, as one part: NaN beyond a length reaches its results."""
     rows, keys = slice(0, q.shape[2]), slice(0, k.shape[2])
     entries = scores.attn_mask
@@ -92,7 +94,7 @@ def together(q: Tensor, k: Tensor, mask: Mask, scores: Scores) -> Part:
     else:
         run = _Run(slice(0, q.shape[0]), keys.stop, None, mask)
         bias = _with_positions(bias, run, rows, keys, True, scores.alibi_slopes)
-    return Part(slice(0, q.shape[0]), rows, keys, bias=bias)
+    return CpuPart(slice(0, q.shape[0]), rows, keys, bias=bias)
 
 
 def _width(run: _Run) -> int:

@@ -32,7 +32,7 @@ from torch_fdattn.sources import hash_of
 KERNELS = ("forward", "dkdv", "dq", "dmask")
 
 
-class _State:
+class _TilesState:
     """What is in force; `active` tells launches apart that have nothing to look up."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _State:
         self.active = bool(self.forced) or self.memory is not None
 
 
-state = _State()
+state = _TilesState()
 _memories: dict[Path | None, Memory] = {}
 _searching = threading.RLock()
 

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.gemm.tile_product import (
-    Tile,
+    ProductTile,
     grouped,
     has_large_shared_memory,
     triton_dtype,
@@ -30,7 +30,11 @@ from torch_fdattn.ops.swiglu import SWIGLU_TILE
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
 
 #: n: columns of each of the two products. Groups of 16 tiles take 0.99 of the time of groups of 8 on an H100.
-_TILE = Tile(16, 16, 32, 4, 1, 2) if INTERPRET else Tile(SWIGLU_TILE, SWIGLU_TILE, 64, 8, 4, 16)
+_TILE = (
+    ProductTile(16, 16, 32, 4, 1, 2)
+    if INTERPRET
+    else ProductTile(SWIGLU_TILE, SWIGLU_TILE, 64, 8, 4, 16)
+)
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_fdattn.launch.launches import launch
 from torch_fdattn.ops.decode.one_byte import unquantised
 from torch_fdattn.ops.gemm.tile_product import (
-    Tile,
+    ProductTile,
     describable,
     describes,
     has_large_shared_memory,
@@ -87,7 +87,7 @@ def store_columns(y_ptr, y, first_column, m, n, BLOCK_M: tl.constexpr, BLOCK_N: 
 AHEAD = 1024
 
 
-def tile_for(rows: int, like: Tensor) -> Tile:
+def tile_for(rows: int, like: Tensor) -> ProductTile:
     """m: the weight's rows, which are y's columns; n: all rows of x. As many stages as fit into shared memory: 80
     programs on 132 SMs are the faster the more each of them has in flight, to the last one that fits.
 
@@ -95,14 +95,14 @@ def tile_for(rows: int, like: Tensor) -> Tile:
     """
     n = max(16, power_of_two(rows))
     if INTERPRET:
-        return Tile(16, n, 32, 4, 1)
+        return ProductTile(16, n, 32, 4, 1)
     if like.dtype.itemsize > 2:
-        return Tile(64, n, 32, 4, 3)
-    tile = Tile(64, n, 128, 4, 6) if n <= 64 else Tile(64, n, 64, 4, 9)
+        return ProductTile(64, n, 32, 4, 3)
+    tile = ProductTile(64, n, 128, 4, 6) if n <= 64 else ProductTile(64, n, 64, 4, 9)
     return tile if has_large_shared_memory(like.device) else smaller(tile)
 
 
-def smaller(tile: Tile) -> Tile:
+def smaller(tile: ProductTile) -> ProductTile:
     """Of what is loaded by pointers, and for devices with less shared memory."""
     return tile if INTERPRET else tile._replace(k=min(tile.k, 64), stages=3)
 
@@ -123,7 +123,7 @@ def is_described(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def launch_by_columns(kernel, y: Tensor, x: Tensor, weight: Tensor, tile: Tile) -> None:
+def launch_by_columns(kernel, y: Tensor, x: Tensor, weight: Tensor, tile: ProductTile) -> None:
     """A program for each tile.m columns of y (M, N), of x and weight that `is_described`; the weight's first bytes are
     asked for before the launch ahead has ended."""
     (m, k), n = x.shape, y.shape[1]

@@ -20,7 +20,7 @@ from torch_fdattn.ops.gemm.small_m_gemm import (
     store_columns,
     tile_for,
 )
-from torch_fdattn.ops.gemm.tile_product import Tile, has_large_shared_memory
+from torch_fdattn.ops.gemm.tile_product import ProductTile, has_large_shared_memory
 from torch_fdattn.ops.launch import NUM_SMS, cdiv
 from torch_fdattn.ops.library import INTERPRET, can_bypass_torch, launches
 from torch_fdattn.ops.swiglu_kernel import rounded_swiglu
@@ -50,7 +50,7 @@ def _swiglu_gemm_kernel(
     store_columns(y_ptr, inner, first_column, m, n, BLOCK_M, BLOCK_N)
 
 
-def _tile(columns: int, x: Tensor) -> Tile:
+def _tile(columns: int, x: Tensor) -> ProductTile:
     """Two weights a stage in place of one; of 128 rows stages of two programs an SM, where there are as many."""
     tile = tile_for(len(x), x)
     if INTERPRET or not has_large_shared_memory(x.device):

@@ -26,7 +26,7 @@ _DESCRIPTORS, _SMALLER = (9, 0), (12, 0)
 IS_INTERPRETED = tl.constexpr(INTERPRET)
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """What one program computes at a time. group: tiles of M that follow each other, so that they share weights in
     the L2."""
 
@@ -38,24 +38,24 @@ class Tile(NamedTuple):
     group: int = 8
 
 
-def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> Tile:
+def tile_for(rows: int, columns: int, ranks: int, like: Tensor) -> ProductTile:
     """Of a product of ranks × rows; by what is equal on all ranks: where tiles are what travels, all ranks must have the same ones.
 
     like: of the product's dtype and device. Ranks with GPUs of several kinds do not come here (`unsupported_reason`).
     """
     if INTERPRET:
-        return Tile(16, 16, 32, 4, 1, 2)
+        return ProductTile(16, 16, 32, 4, 1, 2)
     if like.dtype.itemsize > 2:
-        return Tile(64, 64, 32, 4, 3)
+        return ProductTile(64, 64, 32, 4, 3)
     if rows <= 64:
-        return Tile(64, 128, 64, 4, 4)
+        return ProductTile(64, 128, 64, 4, 4)
     if (
         not has_large_shared_memory(like.device) or columns % 16
     ):  # stores that are not wide need registers, too
-        return Tile(128, 128, 64, 8, 3)
-    wide, narrow = Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 4, 4)
+        return ProductTile(128, 128, 64, 8, 3)
+    wide, narrow = ProductTile(128, 256, 64, 8, 4), ProductTile(128, 128, 64, 4, 4)
 
-    def waves(tile: Tile) -> int:
+    def waves(tile: ProductTile) -> int:
         return cdiv(ranks * cdiv(rows, tile.m) * cdiv(columns, tile.n), NUM_SMS)
 
     # A narrow tile takes 0.57 of a wide one's time on an H100.
@@ -78,7 +78,7 @@ class GemmOperands(NamedTuple):
     layout: str | None
 
 
-def operands(xs: tuple[Tensor, ...], weight: Tensor, tile: Tile) -> GemmOperands:
+def operands(xs: tuple[Tensor, ...], weight: Tensor, tile: ProductTile) -> GemmOperands:
     """Of xs (M, K) with one weight (N, K): descriptors where the device, the dtype, strides and addresses allow it."""
     by_rows = weight.stride(1) == 1
     matrices = *xs, weight if by_rows else weight.t()

@@ -10,7 +10,7 @@ from torch_fdattn.engine.llm import LLM
 from torch_fdattn.engine.outputs import RequestOutput
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.step_trace import StepTrace
-from torch_fdattn.server.bench.timings import Run, Timing
+from torch_fdattn.server.bench.timings import TimedRun, Timing
 from torch_fdattn.server.bench.workload import Workload, reordered
 
 _TEMPERATURE = 0.6  # drawing is part of a step
@@ -28,7 +28,7 @@ class SteppedLLM(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
 
-def run_workload(llm: SteppedLLM, workload: Workload, repeats: int = 2) -> list[Run]:
+def run_workload(llm: SteppedLLM, workload: Workload, repeats: int = 2) -> list[TimedRun]:
     """Runs of the workload, after one of short requests that warms up."""
     warm = Workload(
         tuple(prompt[:50] for prompt in workload.prompts[:_WARM_REQUESTS]),
@@ -59,7 +59,7 @@ def _add(llm: SteppedLLM, workload: Workload) -> list[str]:
     return [str(i) for i in range(len(workload.prompts))]
 
 
-def _run_once(llm: SteppedLLM, workload: Workload) -> Run:
+def _run_once(llm: SteppedLLM, workload: Workload) -> TimedRun:
     start = time.perf_counter()
     timings = {request_id: Timing(start) for request_id in _add(llm, workload)}
     while llm.has_unfinished:
@@ -67,7 +67,7 @@ def _run_once(llm: SteppedLLM, workload: Workload) -> Run:
         now = time.perf_counter()
         for output in outputs:
             timings[output.request_id].saw(now, len(output.outputs[0].token_ids))
-    run = Run(list(timings.values()), workload.num_prompt_tokens)
+    run = TimedRun(list(timings.values()), workload.num_prompt_tokens)
     if (new := run.figures()["new_tokens"]) != workload.num_new_tokens:
         raise RuntimeError(f"the engine must give {workload.num_new_tokens} tokens, gave {new}")
     return run

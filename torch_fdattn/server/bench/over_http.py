@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from torch_fdattn.server.bench.http_client import AnswerError, post_events
-from torch_fdattn.server.bench.timings import Run, Timing
+from torch_fdattn.server.bench.timings import TimedRun, Timing
 from torch_fdattn.server.bench.workload import Workload
 
 
@@ -16,7 +16,7 @@ from torch_fdattn.server.bench.workload import Workload
 class ServedRun:
     """failures: what went wrong with the requests that are not in `run`."""
 
-    run: Run
+    run: TimedRun
     failures: list[str]
 
 
@@ -51,7 +51,7 @@ async def send_workload(
         body = {"prompt": list(prompt), "max_tokens": new, "ignore_eos": True, "temperature": 0.6}
         tasks.append(asyncio.ensure_future(_one(url, body, api_key, timings[-1], failures)))
     await asyncio.gather(*tasks)
-    return ServedRun(Run(timings, workload.num_prompt_tokens), failures)
+    return ServedRun(TimedRun(timings, workload.num_prompt_tokens), failures)
 
 
 async def _one(

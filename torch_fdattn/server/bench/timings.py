@@ -28,7 +28,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """A workload once: all of its requests."""
 
     timings: Sequence[Timing]

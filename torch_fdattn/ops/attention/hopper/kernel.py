@@ -38,7 +38,7 @@ from torch_fdattn.ops.attention.hopper.rows import (
     thread_sums,
     width_of,
 )
-from torch_fdattn.ops.attention.hopper.scores import Scores
+from torch_fdattn.ops.attention.hopper.scores import TileScores
 from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place, slots_of
 from torch_fdattn.ops.attention.hopper.tiles import Call, read_end, read_tile
 
@@ -61,7 +61,7 @@ def attention_forward_kernel(
     D: gl.constexpr = q_blocks.block_type.shape[3]
     call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
-    changes = Scores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head, BIAS_FIRST)  # fmt: skip
+    changes = TileScores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head, BIAS_FIRST)  # fmt: skip
     Q_SLOTS: gl.constexpr = GROUPS if PARTS * D > 128 else 2 * GROUPS
     slots = slots_of(q_blocks, v_blocks, Q_SLOTS, KEYS, PARTS)
     if out_blocks.dtype == gl.float32 or (

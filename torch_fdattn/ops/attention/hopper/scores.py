@@ -15,7 +15,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @aggregate
-class Scores:
+class TileScores:
     """A call's scale and what it does to scores, None for what it does not."""
 
     scale: gl.tensor

@@ -40,7 +40,7 @@ from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, key_blocks
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows, thread_sum
-from torch_fdattn.ops.attention.hopper.scores import Scores, distances
+from torch_fdattn.ops.attention.hopper.scores import TileScores, distances
 from torch_fdattn.ops.attention.hopper.tiles import Call
 
 WARPS = gl.constexpr(4)  #: of a warp group
@@ -60,7 +60,7 @@ def attention_backward_kernel(
     KEYS: gl.constexpr = GROUPS * SUBS * ROWS
     call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, kv_heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)  # fmt: skip
-    changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
+    changes = TileScores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
     slots = slots_of(q_blocks, lse2, sums, SUBS, cu_seqlens_q is not None)
     fence_async_shared()
     if slots.DQ:

@@ -37,7 +37,7 @@ from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, padded_row
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
-from torch_fdattn.ops.attention.hopper.scores import Scores
+from torch_fdattn.ops.attention.hopper.scores import TileScores
 from torch_fdattn.ops.attention.hopper.tiles import Call
 
 
@@ -58,7 +58,7 @@ def attention_gradient_kernel(
     KEYS: gl.constexpr = COLUMNS if OF_QUERIES else GROUPS * ROWS
     call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, BLOCK, KEYS)  # fmt: skip
-    changes = Scores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
+    changes = TileScores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
     slots = gradient_slots_of(
         row_blocks, column_blocks, lse2_blocks, GRADIENT, cu_seqlens_q is not None
     )

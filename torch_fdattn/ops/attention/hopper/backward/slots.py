@@ -24,7 +24,7 @@ SLOTS = gl.constexpr(2)  #: of all that a step has, and of tiles
 
 
 @aggregate
-class Slots:
+class BackwardSlots:
     """Keys and values lie in blocks of 64, SUBS of each warp group; gradients of scores have keys as rows."""
 
     tiles: gl.shared_memory_descriptor
@@ -95,7 +95,7 @@ def slots_of(q_blocks, rows_of_terms, sums, SUBS: gl.constexpr, PACKED: gl.const
         buffer_of_sums = blocks_of(sums, GROUPS)
         has_dscores = ring(SLOTS, GROUPS, GROUPS)
         has_sums = ring(GROUPS, 1)
-    return Slots(
+    return BackwardSlots(
         gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS_OF_TILE, 1], TILES),
         q,
         blocks_of(q_blocks, SLOTS),
