@@ -47,10 +47,13 @@ def results(group, whole, shards, strategy, douts, **given) -> tuple[Tensor, ...
 
 @needs_kernels
 @pytest.mark.parametrize("seed", SEEDS)
-def test_drawn(group, rank_device, seed) -> None:
+def test_drawn(group, rank_device, monkeypatch, seed) -> None:
+    if seed % 2:  # groups of heads as of long sequences
+        monkeypatch.setattr(one_sided, "_GROUP_BYTES", 1)
+        monkeypatch.setattr(one_sided, "_MAX_CALLS", 1000)
     rng, world = random.Random(seed), dist.get_world_size()
     torch.manual_seed(seed)
-    total, kv_heads = rng.choice([world, 24, 37, 64]), rng.choice([1, 2])
+    total, kv_heads = rng.choice([world, 24, 37, 64]), rng.choice([1, 2, 5])
     heads, batch = kv_heads * rng.choice([1, 2]), rng.choice([1, 2])
     dtype = rng.choice([torch.float32, HALF])
     shape = dict(device=rank_device, dtype=dtype)

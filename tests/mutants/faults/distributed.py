@@ -54,11 +54,19 @@ FAULTS = (
     ),
     Fault(
         "a run copied to where the shard has it", f"{_RING}/one_sided.py",
-        "(first + run.start) * row", "(first + run.start - runs[0].start) * row", RING_ONE_SIDED,
+        "run.start * row)", "(run.start - runs[0].start) * row)", RING_ONE_SIDED,
     ),
     Fault(
         "each run of a shard placed as its first one", f"{_RING}/placing.py",
         "(begin + tokens) * strides[2]", "tokens * strides[2]", RING_ONE_SIDED,
+    ),
+    Fault(
+        "a group's keys in the memory of the one before", f"{_RING}/one_sided.py",
+        "problem, (i + 1) % 2, unfinished, keys)", "problem, i % 2, unfinished, keys)", RING_ONE_SIDED,
+    ),
+    Fault(
+        "the first heads' scores for each group", f"{_RING}/one_sided.py",
+        "return problem._replace(**of_heads(problem, first, count,", "return problem._replace(**of_heads(problem, 0, count,", RING_ONE_SIDED,
     ),
     Fault(
         "keys awaited up to the first run that a call sees", f"{_RING}/one_sided.py",
@@ -120,7 +128,7 @@ FAULTS = (
     ),
     Fault(
         "dropout of each rank's heads as of the first ones", f"{_RING}/heads.py",
-        "problem.dropout.from_head(problem.rank * (q.shape[1] // problem.world_size))", "problem.dropout", RING_MASKS,
+        "dropout=problem.dropout.from_head(first)", "dropout=problem.dropout", RING_MASKS,
     ),
     Fault(
         "a prefix's queries under the causal mask", f"{_RING}/plan.py",

@@ -61,17 +61,25 @@ def of_own_heads(problem: Problem, q: Tensor) -> dict[str, Any]:
     """scores, score_grads and dropout of this rank's part of the heads; q (B, H, S_r, D): like its queries, whose masks' rows of
     all ranks are gathered.
     """
+    heads = q.shape[1] // problem.world_size
+    mask = gather_mask(problem, q.shape[2])
+    return of_heads(problem, problem.rank * heads, heads, mask)
+
+
+def of_heads(problem: Problem, first: int, count: int, attn_mask: Tensor | None) -> dict[str, Any]:
+    """scores, score_grads (which are parts of the problem's) and dropout of so many query heads from the first one on;
+    attn_mask: all heads'."""
 
     def own(x: Tensor | None, dim: int) -> Tensor | None:
-        """What has an entry for each head: those of this rank's heads."""
-        if x is None or x.shape[dim] == 1:
-            return x
-        return x.chunk(problem.world_size, dim)[problem.rank]
+        """What has an entry for each head: those of these heads."""
+        return x if x is None or x.shape[dim] == 1 else x.narrow(dim, first, count)
 
     softcap, slopes, sinks, _ = problem.scores
-    mask = own(gather_mask(problem, q.shape[2]), 1)
+    grads = problem.score_grads
     return dict(
-        scores=Scores(softcap, own(slopes, -1), own(sinks, -1), mask),
-        score_grads=Scores(alibi_slopes=own(problem.score_grads.alibi_slopes, -1)),
-        dropout=problem.dropout.from_head(problem.rank * (q.shape[1] // problem.world_size)),
+        scores=Scores(softcap, own(slopes, -1), own(sinks, -1), own(attn_mask, 1)),
+        score_grads=Scores(
+            alibi_slopes=own(grads.alibi_slopes, -1), attn_mask=own(grads.attn_mask, 1)
+        ),
+        dropout=problem.dropout.from_head(first),
     )

@@ -4,31 +4,38 @@ As `all_gather`, without its collective: through symmetric memory each rank writ
 others' memory, in the order of positions, so that nothing is joined afterwards and no SM takes part. The gradients of other
 ranks' keys go back the same way, and are summed in the order of ranks. No states between steps, hence no merges.
 
+**Groups of heads.** Long sequences are attended a few KV heads at a time: the next group's keys come, and the last one's
+gradients go, beside a group's attention, and memory is that of two groups.
+
 A call waits only for the keys that it sees. Each rank's runs travel in two parts, the first half of them ahead: of zigzag
 shards and a causal mask the first call of a rank, over an early run of queries, needs at most the others' first parts, and
 the later runs of keys arrive beside it.
 
-Memory: symmetric memory for K and V of the whole sequence, and in the backward for the fp32 gradients of a shard from each
-rank, which stays (`dist/symm/channel.py`); in the backward also the fp32 gradients of the keys that a rank's calls see, and
-those of all positions by owner. Ranks of one host.
+Memory: symmetric memory for K and V of the whole sequence, of two groups, and in the backward for the fp32 gradients of a
+shard from each rank, of two groups, which stays (`dist/symm/channel.py`); in the backward also a group's fp32 gradients of
+the keys that a rank's calls see, and those of all positions by owner. Ranks of one host.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.consensus import leaving_by_exceptions
+from torch_fdattn.dist.ring_attention.heads import of_heads
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 from torch_fdattn.dist.ring_attention.unsharded import (
     Arriving,
     attend_unsharded,
+    unsharded_calls,
     unsharded_gradients,
 )
 from torch_fdattn.ops.library import launches
@@ -36,65 +43,173 @@ from torch_fdattn.ops.library import launches
 if TYPE_CHECKING:  # symmetric memory is imported where ranks are
     from torch_fdattn.dist.symm.copies import Copies
 
+#: K and V of a group of heads, of the whole sequence: less travels before a group's attention is done with the last one's.
+_GROUP_BYTES = 256 * 2**20
+#: Calls of attention of all groups: more take the host longer than they take the device.
+_MAX_CALLS = 10
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
-    results: list[Tensor] = []
-    with _all_keys(k, v, problem, results) as (keys, values, arriving):
-        results += attend_unsharded(q, keys, values, problem, arriving)
-    out, lse = results
+    outs, lses = [], []
+    with _keys_of_groups(q, k, v, problem) as groups:
+        for group, keys in groups:
+            own = group.of_queries(q)
+            out, lse = attend_unsharded(own, keys.k, keys.v, group.of(problem), keys.arriving)
+            keys.finish([out, lse])
+            outs.append(out)
+            lses.append(lse)
+    out, lse = _joined(outs, q), _joined(lses)
     return out, lse, Saved(q, k, v, out, lse)
 
 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results: list[Tensor] = []
+    of_queries = []
     # The others wait for this rank's part of the sums, and had the same exception or time out.
     with leaving_by_exceptions(
         problem.group_name, "ring_attention's backward (strategy 'one_sided')"
     ) as all_is_sent:
-        sums = _SumsOfShards(saved.k, problem)
-        with _all_keys(saved.k, saved.v, problem, results) as (k, v, arriving):
-            everything = saved._replace(k=k, v=v)
-            dq, dkv = unsharded_gradients(dout, dlse, everything, problem, arriving)
-            parts = [dkv.of(runs) for runs in problem.shards.ranks]
-            results += [dq, *parts]
-        dk, dv = sums.own(parts, all_is_sent).unbind()
-    return dq, dk, dv
+        sums = _SumsOfShards(saved, problem)
+        with (
+            sums.finishing(),
+            _keys_of_groups(saved.q, saved.k, saved.v, problem) as groups,
+        ):
+            for group, keys in groups:
+                q, out, lse, of_out = map(group.of_queries, (saved.q, saved.out, saved.lse, dout))
+                of_group = Saved(q, keys.k, keys.v, out, lse)
+                of_lse = None if dlse is None else group.of_queries(dlse)
+                dq, dkv = unsharded_gradients(
+                    of_out, of_lse, of_group, group.of(problem), keys.arriving
+                )
+                parts = [dkv.of(runs) for runs in problem.shards.ranks]
+                keys.finish([dq, *parts])
+                of_queries.append(dq if group.is_all else dq.to(q.dtype))
+                sums.send(parts)
+            all_is_sent()
+    dk, dv = (_joined(list(x)) for x in zip(*sums.results, strict=True))
+    return _joined(of_queries), dk, dv
+
+
+class _Group(NamedTuple):
+    """Some KV heads, from the first one on, and the query heads that share them."""
+
+    first: int
+    count: int
+    share: int  # query heads of a KV head
+    is_all: bool  # there are no other heads
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x.narrow(1, self.first * self.share, self.count * self.share)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x.narrow(1, self.first, self.count)
+
+    def of(self, problem: Problem) -> Problem:
+        if self.is_all:
+            return problem
+        first, count = self.first * self.share, self.count * self.share
+        return problem._replace(**of_heads(problem, first, count, problem.scores.attn_mask))
+
+
+def _groups(q: Tensor, k: Tensor, problem: Problem) -> list[_Group]:
+    """The same on all ranks; the largest one first, whose memory the others then use."""
+    batch, heads, _, dim = k.shape
+    nbytes = 2 * batch * heads * problem.shards.total * dim * k.element_size()
+    count = max(1, min(heads, -(-nbytes // _GROUP_BYTES)))
+    if count > 1:
+        ranks = (problem._replace(rank=rank) for rank in range(problem.world_size))
+        calls = max(len(unsharded_calls(of_rank)) for of_rank in ranks)
+        count = max(1, min(count, _MAX_CALLS // max(calls, 1)))
+    sizes = split_evenly(heads, count)
+    firsts = itertools.accumulate([0, *sizes])
+    share = q.shape[1] // heads
+    return [
+        _Group(first, size, share, count == 1) for first, size in zip(firsts, sizes, strict=False)
+    ]
+
+
+def _joined(parts: list[Tensor], like: Tensor | None = None) -> Tensor:
+    """Groups' heads side by side, in the memory layout of `like`, if it is given."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, 1) if like is None else torch.cat(parts, 1, out=torch.empty_like(like))
 
 
 @contextlib.contextmanager
-def _all_keys(
-    k: Tensor, v: Tensor, problem: Problem, results: list[Tensor]
-) -> Iterator[tuple[Tensor, Tensor, Arriving]]:
-    """K and V (B, K, total, D) in the order of positions, until the end of the block, and what waits for a call's keys.
+def _keys_of_groups(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem
+) -> Iterator[Iterator[tuple[_Group, _Keys]]]:
+    """Each group and its keys, in turn; the next one's are under way by then. An exception leaves nothing unfinished."""
+    if problem.world_size > 1:
+        launches["ring_attention/one_sided_gather"] += 1
+    with contextlib.ExitStack() as unfinished:
 
-    What is in `results` by then becomes NaN where a rank's copies did not come, or were overwritten; on CPUs that raises.
+        def in_turn() -> Iterator[tuple[_Group, _Keys]]:
+            groups = _groups(q, k, problem)
+            ahead: _Keys | None = None
+            for i, group in enumerate(groups):
+                keys = ahead or _Keys(*map(group.of_keys, (k, v)), problem, i % 2, unfinished)
+                if not group.is_all and i + 1 < len(groups):
+                    of_next = map(groups[i + 1].of_keys, (k, v))
+                    ahead = _Keys(*of_next, problem, (i + 1) % 2, unfinished, keys)
+                else:
+                    ahead = None
+                yield group, keys
+
+        yield in_turn()
+
+
+class _Keys:
+    """K and V of a group of heads on their way from all ranks.
+
+    Attributes:
+        k, v: (B, K, total, D), in the order of positions, until `finish`.
+        arriving: of calls, each in turn, once its keys are there.
     """
-    if problem.world_size == 1:
-        yield problem.shards.join([k], dim=2), problem.shards.join([v], dim=2), iter
-        return
-    from torch_fdattn.dist.symm.copies import Copies
 
-    launches["ring_attention/one_sided_gather"] += 1
-    batch, heads, _, dim = k.shape
-    shape = (2, problem.shards.total, batch, heads, dim)  # a run of positions lies in one block
-    nbytes = torch.Size(shape).numel() * k.element_size()
-    copies = Copies(problem.group_name, "ring_attention/gather", nbytes, k.device)
-    there = copies.data(copies.rank, k.dtype, *shape)
-    own = problem.shards.ranks[copies.rank]
-    half = _ahead(own)
-    first = half or len(own)
-    placed = _place(k, v, there, own[:first], 0)
-    copies.begin()
-    with copies.until_finished(results):
+    def __init__(
+        self, k: Tensor, v: Tensor, problem: Problem, slot: int, unfinished: contextlib.ExitStack, before: _Keys | None = None
+    ) -> None:  # fmt: skip
+        """slot: which of two memories. before: whose copies are to be done before these begin."""
+        self._copies: Copies | None = None
+        self.arriving: Arriving = iter
+        if problem.world_size == 1:
+            self.k, self.v = (problem.shards.join([x], dim=2) for x in (k, v))
+            return
+        from torch_fdattn.dist.symm.copies import Copies
+
+        batch, heads, _, dim = k.shape
+        # A run's keys and values lie in one block: one copy.
+        shape = problem.shards.total, 2, batch, heads, dim
+        nbytes = torch.Size(shape).numel() * k.element_size()
+        copies = Copies(problem.group_name, f"ring_attention/gather/{slot}", nbytes, k.device)
+        there = copies.data(copies.rank, k.dtype, *shape)
+        self.k, self.v = (x.permute(1, 2, 0, 3) for x in there.unbind(1))
+        self.arriving, self._copies = _arriving(copies, problem.shards), copies
+        own = problem.shards.ranks[copies.rank]
+        half = _ahead(own)
+        first = half or len(own)
+        placed = _place(k, v, there, own[:first], 0)
+        copies.begin()
+        self._results: list[Tensor] = []
+        self._until_finished = unfinished.enter_context(contextlib.ExitStack())
+        self._until_finished.enter_context(copies.until_finished(self._results))
+        if before is not None and before._copies is not None:
+            copies.follow(before._copies.streams[0])
         _send(there, own[:first], copies, ahead=half > 0)
         if half:  # while the first ones are under way
             _place(k, v, there, own[half:], placed)
             copies.follow(None)
             _send(there, own[half:], copies, ahead=False)
-        yield *(x.permute(1, 2, 0, 3) for x in there), _arriving(copies, problem.shards)
-    copies.raise_if_lost()
+
+    def finish(self, results: Sequence[Tensor]) -> None:
+        """Everything was read; results become NaN where a rank's copies did not come, or were overwritten; on CPUs that raises."""
+        if self._copies is None:
+            return
+        self._results += results
+        self._until_finished.close()
+        self._copies.raise_if_lost()
 
 
 def _ahead(runs: Sequence[Run]) -> int:
@@ -113,13 +228,9 @@ def _place(k: Tensor, v: Tensor, there: Tensor, runs: Sequence[Run], begin: int)
 
 
 def _send(there: Tensor, runs: Sequence[Run], copies: Copies, ahead: bool) -> None:
-    """To all other ranks, from their place here to the same place there; there (2, total, B, K, D)."""
-    row = torch.Size(there.shape[2:]).numel()
-    chunks = [
-        (x[run.start : run.end], (first + run.start) * row)
-        for x, first in zip(there, (0, there.shape[1]), strict=True)
-        for run in runs
-    ]
+    """To all other ranks, from their place here to the same place there; there (total, 2, B, K, D)."""
+    row = torch.Size(there.shape[1:]).numel()
+    chunks = [(there[run.start : run.end], run.start * row) for run in runs]
     for i in range(1, copies.world):
         copies.send_all(chunks, (copies.rank - i) % copies.world, ahead)
 
@@ -148,41 +259,71 @@ def _arriving(copies: Copies, shards: SequenceShards) -> Arriving:
 
 
 class _SumsOfShards:
-    """Sums over all ranks, of which each gets those of its own shard.
+    """Sums over all ranks, of which each gets those of its own shard: group by group, each made behind the next one's sending.
 
     Made before anything that may fail: all ranks make the memory together (`dist/symm/channel.py`), without a time limit.
+
+    Attributes:
+        results: of each group, dK and dV (2, B, K, S_r, D) in the keys' dtype (in fp32 on one rank).
     """
 
-    def __init__(self, k: Tensor, problem: Problem) -> None:
-        """k: this rank's keys, of which dK and dV are summed in fp32."""
-        self._problem = problem
+    def __init__(self, saved: Saved, problem: Problem) -> None:
+        """saved: this rank's keys, of which dK and dV are summed in fp32."""
+        self._problem, self._dtype = problem, saved.k.dtype
+        self.results: list[Tensor] = []
+        #: Of the last group: its copies, what they read, where the sum goes, and what closes it.
+        self._last: tuple[Copies, Sequence[Tensor], Tensor, contextlib.ExitStack] | None = None
         if problem.world_size == 1:
             return
         from torch_fdattn.dist.symm.copies import Copies
 
-        batch, heads, _, dim = k.shape
-        largest = 2 * batch * heads * max(problem.shards.lengths) * dim
-        nbytes = problem.world_size * largest * torch.float32.itemsize
-        self._copies = Copies(problem.group_name, "ring_attention/sum", nbytes, k.device)
+        batch, _, _, dim = saved.k.shape
+        longest = max(problem.shards.lengths)
+        groups = _groups(saved.q, saved.k, problem)
+        self._copies = iter(
+            [
+                Copies(
+                    problem.group_name, f"ring_attention/sum/{i % 2}",
+                    problem.world_size * 2 * batch * group.count * longest * dim * torch.float32.itemsize, saved.k.device,
+                )
+                for i, group in enumerate(groups)
+            ]
+        )  # fmt: skip
 
-    def own(self, parts: Sequence[Tensor], all_is_sent: Callable[[], None]) -> Tensor:
-        """The sum of what all ranks have of this rank's shard, fp32; parts: (2, B, K, S_r, D) of each rank's, contiguous."""
-        world = self._problem.world_size
-        if world == 1:
-            return parts[0]
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Until the end of the block all is summed; an exception leaves nothing unfinished."""
+        if self._problem.world_size > 1:
+            launches["ring_attention/one_sided_sum"] += 1
+        with contextlib.ExitStack() as self._unfinished:
+            yield
+            self._sum_last()
+
+    def send(self, parts: Sequence[Tensor]) -> None:
+        """parts: the next group's (2, B, K, S_r, D) of each rank's shard, contiguous."""
+        if self._problem.world_size == 1:
+            self.results.append(parts[0])
+            return
+        copies = next(self._copies)
+        out = torch.empty_like(parts[copies.rank], dtype=self._dtype)
+        copies.begin()
+        until_finished = self._unfinished.enter_context(contextlib.ExitStack())
+        until_finished.enter_context(copies.until_finished([out]))
+        for i in range(1, copies.world):
+            owner = (copies.rank + i) % copies.world
+            copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
+        self._sum_last()
+        self._last = copies, parts, out, until_finished
+
+    def _sum_last(self) -> None:
+        if self._last is None:
+            return
         from torch_fdattn.dist.symm.received_sums import sum_received
 
-        launches["ring_attention/one_sided_sum"] += 1
-        copies = self._copies
-        own = parts[copies.rank]
-        out = torch.empty_like(own)
-        copies.begin()
-        with copies.until_finished([out]):
-            for i in range(1, world):
-                owner = (copies.rank + i) % world
-                copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
-            all_is_sent()
-            if out.numel():
-                sum_received(copies, own, out)
+        copies, parts, out, until_finished = self._last
+        self._last = None
+        if out.numel():
+            sum_received(copies, parts[copies.rank], out)
+        until_finished.close()
         copies.raise_if_lost()
-        return out
+        self.results.append(out)

@@ -25,7 +25,7 @@ def _place_kernel(
     k_ptr, v_ptr, k_there_ptr, v_there_ptr, begin, start, length, k_strides, v_strides, heads, row,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """k, v (B, K, N, D) from token `begin` on -> k_there, v_there (total, B, K, D) from position `start` on; row: B · K · D."""
+    """k, v (B, K, N, D) from token `begin` on -> k_there, v_there (total, B, K, D) from position `start` on, `row` apart."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1).to(tl.int64) % heads
@@ -37,7 +37,7 @@ def _place_kernel(
 
 def place(k: Tensor, v: Tensor, there: Tensor, begin: int, run: Run) -> None:
     """Writes the run's keys k and values v (B, K, N, D), which lie there from token `begin` on, to their positions in `there`
-    (2, total, B, K, D), contiguous.
+    (total, 2, B, K, D), contiguous.
 
     One launch: PyTorch's copies take two, and a strided one moves a third of what the memory can.
     """
@@ -47,6 +47,6 @@ def place(k: Tensor, v: Tensor, there: Tensor, begin: int, run: Run) -> None:
     grid = cdiv(run.length, _BLOCK), batch * heads, 1
     launch(
         _place_kernel, grid,
-        k, v, *there.unbind(), begin, run.start, run.length, k.stride(), v.stride(), heads,
-        batch * heads * dim, dim, _BLOCK, power_of_two(dim), num_warps=4,
+        k, v, *there.unbind(1), begin, run.start, run.length, k.stride(), v.stride(), heads,
+        there.stride(0), dim, _BLOCK, power_of_two(dim), num_warps=4,
     )  # fmt: skip
