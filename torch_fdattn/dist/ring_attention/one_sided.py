@@ -39,7 +39,13 @@ if TYPE_CHECKING:  # symmetric memory is imported where ranks are
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     results: list[Tensor] = []
-    with _all_keys(k, v, problem, results) as (keys, values, arriving):
+    with (
+        leaving_by_exceptions(
+            problem.group_name, "ring_attention's forward (strategy 'one_sided')"
+        ) as all_is_sent,
+        _all_keys(k, v, problem, results) as (keys, values, arriving),
+    ):
+        all_is_sent()
         results += attend_unsharded(q, keys, values, problem, arriving)
     out, lse = results
     return out, lse, Saved(q, k, v, out, lse)
@@ -58,7 +64,8 @@ def backward(
             everything = saved._replace(k=k, v=v)
             dq, dkv = unsharded_gradients(dout, dlse, everything, problem, arriving)
             parts = [dkv.of(runs) for runs in problem.shards.ranks]
-            results += [dq, *parts]
+            of_scores = [x for x in problem.score_grads if isinstance(x, Tensor)]
+            results += [dq, *parts, *of_scores]
         dk, dv = sums.own(parts, all_is_sent).unbind()
     return dq, dk, dv
 
