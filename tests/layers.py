@@ -171,6 +171,7 @@ def layers(kind: str) -> list[Layer]:
                 "float8_weights",
                 "compiled_matmuls",
                 "ring_one_sided",
+                "ring_one_sided_hazards",
                 # Whole layers over two ranks are run without the interpreter, their launches in it.
                 only="not compiled_once and (not test_tp_inference or TestLaunches)",
                 marked="not slow",

@@ -58,7 +58,7 @@ def environment(**variables):
 
 def torchrun(program, *, processes=2, seconds=BOUND, **variables):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-    command += [f"--master-port={free_port()}", str(program)]
+    command += ["--standalone", str(program)]  # torchrun finds a port that stays its own
     return subprocess.run(
         command,
         capture_output=True,

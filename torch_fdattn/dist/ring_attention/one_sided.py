@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,14 +44,19 @@ if TYPE_CHECKING:  # symmetric memory is imported where ranks are
     from torch_fdattn.dist.symm.copies import Copies
 
 #: K and V of a group of heads, of the whole sequence: less travels before a group's attention is done with the last one's.
-_GROUP_BYTES = 256 * 2**20
+_GROUP_BYTES = 384 * 2**20
 #: Calls of attention of all groups: more take the host longer than they take the device.
-_MAX_CALLS = 10
+_MAX_CALLS = 32
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     outs, lses = [], []
-    with _keys_of_groups(q, k, v, problem) as groups:
+    with (
+        leaving_by_exceptions(
+            problem.group_name, "ring_attention's forward (strategy 'one_sided')"
+        ) as all_is_sent,
+        _keys_of_groups(q, k, v, problem, all_is_sent) as groups,
+    ):
         for group, keys in groups:
             own = group.of_queries(q)
             out, lse = attend_unsharded(own, keys.k, keys.v, group.of(problem), keys.arriving)
@@ -83,7 +88,9 @@ def backward(
                     of_out, of_lse, of_group, group.of(problem), keys.arriving
                 )
                 parts = [dkv.of(runs) for runs in problem.shards.ranks]
-                keys.finish([dq, *parts])
+                # Of the scores those of all heads, which is where a group's lie.
+                of_scores = [x for x in problem.score_grads if isinstance(x, Tensor)]
+                keys.finish([dq, *parts, *of_scores])
                 of_queries.append(dq if group.is_all else dq.to(q.dtype))
                 sums.send(parts)
             all_is_sent()
@@ -138,9 +145,16 @@ def _joined(parts: list[Tensor], like: Tensor | None = None) -> Tensor:
 
 @contextlib.contextmanager
 def _keys_of_groups(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    all_is_sent: Callable[[], None] = lambda: None,
 ) -> Iterator[Iterator[tuple[_Group, _Keys]]]:
-    """Each group and its keys, in turn; the next one's are under way by then. An exception leaves nothing unfinished."""
+    """Each group and its keys, in turn; the next one's are under way by then. An exception leaves nothing unfinished.
+
+    all_is_sent: called once this rank's last keys are under way.
+    """
     if problem.world_size > 1:
         launches["ring_attention/one_sided_gather"] += 1
     with contextlib.ExitStack() as unfinished:
@@ -155,6 +169,8 @@ def _keys_of_groups(
                     ahead = _Keys(*of_next, problem, (i + 1) % 2, unfinished, keys)
                 else:
                     ahead = None
+                if i + 2 >= len(groups):
+                    all_is_sent()
                 yield group, keys
 
         yield in_turn()

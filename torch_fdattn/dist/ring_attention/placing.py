@@ -26,11 +26,11 @@ def _place_kernel(
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """k, v (B, K, N, D) from token `begin` on -> k_there, v_there (total, B, K, D) from position `start` on, `row` apart."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    tokens = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
-    batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1).to(tl.int64) % heads
+    batch, head = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0).to(tl.int64) % heads
     inside = (tokens < length) & (dims < DIM)
-    to = (start + tokens) * row + tl.program_id(1) * DIM + dims
+    to = (start + tokens) * row + tl.program_id(0) * DIM + dims
     _move(k_ptr, k_strides, k_there_ptr, batch, head, tokens, dims, inside, begin, to)
     _move(v_ptr, v_strides, v_there_ptr, batch, head, tokens, dims, inside, begin, to)
 
@@ -44,7 +44,8 @@ def place(k: Tensor, v: Tensor, there: Tensor, begin: int, run: Run) -> None:
     batch, heads, _, dim = k.shape
     if not (run.length and batch * heads * dim):
         return
-    grid = cdiv(run.length, _BLOCK), batch * heads, 1
+    # Heads before tokens: of the second dimension a grid has at most 65,535.
+    grid = batch * heads, cdiv(run.length, _BLOCK), 1
     launch(
         _place_kernel, grid,
         k, v, *there.unbind(1), begin, run.start, run.length, k.stride(), v.stride(), heads,

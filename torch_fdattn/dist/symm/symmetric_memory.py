@@ -137,6 +137,9 @@ def workspace(
     with torch.inference_mode(False):  # or else it could be written in inference mode alone
         size = 1 << max(numel - 1, 1).bit_length()
         buffer = symmetric.empty(size, dtype=dtype, device=device)
+    # Torch zeroes the memory and its signals on the device. Done later than a peer's first signal it would delete that one,
+    # and this rank would wait for it without end.
+    torch.cuda.synchronize(device)
     symmetric.rendezvous(buffer, group_name)
     buffers.append(buffer)
     return buffer
