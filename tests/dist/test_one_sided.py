@@ -120,9 +120,10 @@ def test_epochs_wrap(group, rank_device, strategy: str) -> None:
 def test_channels_grow(group, rank_device) -> None:
     here = channel(group, "test/growth", 1000, rank_device)
     assert here is channel(group, "test/growth", here.half_bytes, rank_device)
-    larger = channel(group, "test/growth", here.half_bytes + 1, rank_device)
-    assert larger.half_bytes == 2 * here.half_bytes
+    larger = channel(group, "test/growth", 2 * here.half_bytes + 1, rank_device)
+    assert larger.half_bytes == 2 * here.half_bytes + 4096  # flags beside data of a power of two
     assert larger is channel(group, "test/growth", 10, rank_device)
+    assert channel(group, "test/growth", larger.half_bytes + 1, rank_device).half_bytes == 4 * here.half_bytes  # fmt: skip
 
 
 @pytest.fixture(scope="module")

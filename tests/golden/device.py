@@ -94,11 +94,11 @@ def install() -> None:
 
 def _channel(group_name: str, purpose: str, half_bytes: int, device: torch.device):
     """As `channel.channel` makes it; its memory is named by its purpose."""
-    from torch_fdattn.dist.symm.channel import _MIN_BYTES
+    from torch_fdattn.dist.symm.channel import size_of_half
     from torch_fdattn.dist.symm.signals import STATE_SIZE
     from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
 
-    half_bytes = max(_MIN_BYTES, 1 << (half_bytes - 1).bit_length())
+    half_bytes = size_of_half(half_bytes)
     memory = torch.empty(2 * half_bytes, dtype=torch.uint8, device=device)
     addresses, state, fault = (
         torch.empty(count, dtype=torch.int64, device=device) for count in (now.world, STATE_SIZE, 1)

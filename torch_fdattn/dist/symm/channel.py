@@ -2,7 +2,7 @@
 
 A channel is symmetric memory (two halves, `signals.py`), its epoch and clocks on the device, and
 the word that a time-out leaves for the host. It is made at the first call, which all ranks make with the same
-sizes, and grows by powers of two; what was grown out of stays until the group goes (captured graphs hold its
+sizes, and grows by powers of two (`size_of_half`); what was grown out of stays until the group goes (captured graphs hold its
 address). Purposes and groups share nothing, so overlapping groups do not interfere.
 
 Calls on one channel come in one order, the same on all ranks. Where they come on several streams, a call
@@ -22,8 +22,11 @@ from torch.distributed import distributed_c10d
 from torch_fdattn.dist.symm.faults import FaultWord, raise_faults
 from torch_fdattn.dist.symm.signals import STATE_SIZE
 from torch_fdattn.dist.symm.symmetric_memory import PeerMemory, allocate
+from torch_fdattn.ops.launch import power_of_two
 
 _MIN_BYTES = 1 << 16
+#: Room for flags beside data, whose size is a power of two as often as not.
+_FLAG_BYTES = 4096
 
 # Weak: a group's channels go with it, and its name may come again.
 _channels: weakref.WeakKeyDictionary[object, dict[tuple[str, torch.device], list[Channel]]] = (
@@ -87,9 +90,14 @@ def channel(group_name: str, purpose: str, half_bytes: int, device: torch.device
     channels = _channels.setdefault(group, {}).setdefault((purpose, device), [])
     if not channels or channels[-1].half_bytes < half_bytes:
         raise_faults(group_name)  # a dead rank would not come to the exchange of addresses
-        size = max(_MIN_BYTES, 1 << (half_bytes - 1).bit_length())
-        larger = Channel(group_name, purpose, size, device)
+        larger = Channel(group_name, purpose, size_of_half(half_bytes), device)
         for smaller in channels:
             smaller.outgrown = True
         channels.append(larger)
     return channels[-1]
+
+
+def size_of_half(nbytes: int) -> int:
+    """What a half of so many bytes takes: a power of two, with _FLAG_BYTES beside it where that is less."""
+    whole = power_of_two(max(nbytes, _MIN_BYTES))
+    return min(whole, power_of_two(max(nbytes - _FLAG_BYTES, _MIN_BYTES)) + _FLAG_BYTES)
