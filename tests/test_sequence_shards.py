@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from torch_fdattn.dist.ring_attention.local import Problem, call_mask
+from torch_fdattn.dist.ring_attention.one_sided import _groups
 from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 from torch_fdattn.dist.ring_attention.unsharded import unsharded_calls
@@ -100,6 +101,19 @@ def test_causal_calls_of_zigzag_shards_need_no_positions(world: int) -> None:
     ):
         found = call_mask(call, torch.zeros(1, 1, call.q_end, 8), problem._replace(**positions))
         assert found.q_start is not None
+
+
+def test_long_sequences_travel_in_groups_of_heads_and_many_documents_do_not() -> None:
+    def sizes(total: int, heads: int = 16, documents: tuple[int, ...] = ()) -> list[int]:
+        problem = Problem("", 0, SequenceShards.zigzag(total, 2), -1, 0, 1.0, documents=documents)
+        q, k = (torch.empty(1, n, total // 2, 128, dtype=torch.bfloat16, device="meta") for n in (2 * heads, heads))  # fmt: skip
+        return [group.count for group in _groups(q, k, problem)]
+
+    assert sizes(32768) == [16]
+    assert sizes(131072) == [4, 4, 4, 4]
+    assert sizes(131072, heads=10) == [4, 3, 3]
+    assert sizes(1 << 20, heads=2) == [1, 1]
+    assert sizes(131072, documents=tuple(range(0, 131073, 4096))) == [16]
 
 
 def test_plans_see_each_visible_pair_once():

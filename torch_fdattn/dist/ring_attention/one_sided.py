@@ -44,9 +44,10 @@ if TYPE_CHECKING:  # symmetric memory is imported where ranks are
     from torch_fdattn.dist.symm.copies import Copies
 
 #: K and V of a group of heads, of the whole sequence: less travels before a group's attention is done with the last one's.
-_GROUP_BYTES = 384 * 2**20
-#: Calls of attention of all groups: more take the host longer than they take the device.
-_MAX_CALLS = 32
+_GROUP_BYTES = 256 * 2**20
+#: Calls of attention of a rank, of packed documents say, beyond which all heads are one group: the host would take longer to
+#: launch them once more for each group than the device takes to run them.
+_MAX_CALLS = 4
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
@@ -126,8 +127,8 @@ def _groups(q: Tensor, k: Tensor, problem: Problem) -> list[_Group]:
     count = max(1, min(heads, -(-nbytes // _GROUP_BYTES)))
     if count > 1:
         ranks = (problem._replace(rank=rank) for rank in range(problem.world_size))
-        calls = max(len(unsharded_calls(of_rank)) for of_rank in ranks)
-        count = max(1, min(count, _MAX_CALLS // max(calls, 1)))
+        if any(len(unsharded_calls(of_rank)) > _MAX_CALLS for of_rank in ranks):
+            count = 1
     sizes = split_evenly(heads, count)
     firsts = itertools.accumulate([0, *sizes])
     share = q.shape[1] // heads
