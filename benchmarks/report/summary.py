@@ -52,6 +52,8 @@ _DECODE = (
     "B64 H32/8 N4096 D128 bf16 page16",
     "B64 H32/8 N32768 D128 bf16 page16 ragged-power",
 )
+_RING = "B1 H16/16 N16384 D128 causal bf16"
+_RING_FROM_IDLE = f"{_RING} forward", f"{_RING} backward"  # the others are of queued calls
 SUBJECTS = (
     Subject(
         "Attention, TFLOP/s",
@@ -100,7 +102,7 @@ SUBJECTS = (
     Subject(
         "Ring attention, ms",
         (
-            Rows("H200x2_ring-16384", "latency_ms", ""),
+            Rows("H200x2_ring-16384", "latency_ms", "", _RING_FROM_IDLE),
             Rows("H200x2_ring-131072", "latency_ms", ""),
         ),
     ),
