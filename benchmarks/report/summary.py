@@ -18,7 +18,7 @@ _H100 = "H100-80GB-HBM3"
 LAUNCH_LAYER = "2026-11-27T14:01:00Z"
 EAGER_NOTE = "Eager calls were measured before the launch layer of fb42e1f."
 NOTE = (
-    "Each row compares ours (with its strategy) with the peer that is fastest in that row. "
+    "Each row compares ours (with its strategy) with the fastest peer of that row. "
     "**Bold**: ours is slower, as far as two digits show it. Below each table: GPU, commit, date. cuDNN and FlashAttention-2 take no lengths "
     "in decode and are compared with ours without lengths (`full`)."
 )
@@ -52,7 +52,7 @@ _DECODE = (
     "B64 H32/8 N4096 D128 bf16 page16",
     "B64 H32/8 N32768 D128 bf16 page16 ragged-power",
 )
-_RING = "B1 H16/16 N16384 D128 causal bf16"
+_RING = "ring B1 H16/16 N16384 D128 causal bf16"
 _RING_FROM_IDLE = f"{_RING} forward", f"{_RING} backward"  # the others are of queued calls
 SUBJECTS = (
     Subject(

@@ -139,7 +139,7 @@ def test_bars_are_judged_by_their_files(tmp_path) -> None:
         "| B1 H32/8 N131072 D128 bf16 | ours / stock | **0.72** | at most 0.6 |",
         "| gemm_rs M4096 Qwen/Qwen3-32B bf16 x4 | NCCL / ours | 1.27 | at least 1.2 |",
         "| gemm_rs M4096 Qwen/Qwen3-32B bf16 x4 | auto / best of ours | 1.02 | at most 1.03 |",
-        "| ring B1 H16/16 N65536 D128 causal bf16 forward | context_parallel / ours | **0.80** | at least 1 |",
+        "| ring B1 H16/16 N65536 D128 causal bf16 forward | context_parallel / ours | 1.20 | at least 1 |",
     ):  # fmt: skip
         assert line in text.splitlines()
     assert "B16" not in "".join(x for x in text.splitlines() if "stock" in x)
