@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_fdattn.dist import PeerTimeout, ring_attention, set_timeout
-from torch_fdattn.dist.ring_attention import placing
+from torch_fdattn.dist.ring_attention import one_sided, placing
 from torch_fdattn.dist.symm.copies import Copies
 
 from .test_ring_one_sided import Failure, needs_kernels, raising_on_cpus
@@ -41,21 +41,25 @@ def test_what_lost_keys_make_of_scores_gradients(group, rank_device, monkeypatch
 
 
 @needs_kernels
-def test_a_forward_that_fails_before_it_sends(group, rank_device, monkeypatch) -> None:
-    """On rank 0: an exception there and on the others, within the time limit; its next call waits no longer for them."""
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_forward_that_fails_before_it_sends(group, rank_device, monkeypatch, heads: int) -> None:
+    """On rank 0: an exception there and on the others, within the time limit; its next call waits no longer for them. Nor do
+    they for the memory of a second group of heads."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         pytest.skip("needs 2 ranks")
     new = dist.new_group()
-    x = torch.randn(1, 1, 16, 32, device=rank_device)
+    monkeypatch.setattr(one_sided, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(one_sided, "_MAX_CALLS", 1000)
 
-    def call() -> Tensor:
+    def call(heads: int = heads) -> Tensor:
+        x = torch.randn(1, heads, 16, 32, device=rank_device)
         return ring_attention(x, x, x, new.group_name, strategy="one_sided")[0]
 
     def fails(*_: object) -> None:
         raise Failure
 
-    expected = call()
+    call(heads=1)
     set_timeout(2)
     try:
         with monkeypatch.context() as patch:
@@ -65,7 +69,7 @@ def test_a_forward_that_fails_before_it_sends(group, rank_device, monkeypatch) -
                     call()
             else:
                 with raising_on_cpus(rank_device):
-                    assert not torch.equal(call(), expected)
+                    assert call().isnan().all()
         begin = time.monotonic()
         said = "left ring_attention's forward" if rank == 0 else "waited for rank 0 "
         with pytest.raises(PeerTimeout, match=said):

@@ -43,7 +43,7 @@ from torch_fdattn.ops.library import launches
 if TYPE_CHECKING:  # symmetric memory is imported where ranks are
     from torch_fdattn.dist.symm.copies import Copies
 
-#: K and V of a group of heads, of the whole sequence: less travels before a group's attention is done with the last one's.
+#: K and V of a group of heads, of the whole sequence, at most, but for one head that has more.
 _GROUP_BYTES = 256 * 2**20
 #: Calls of attention of a rank, of packed documents say, beyond which all heads are one group: the host would take longer to
 #: launch them once more for each group than the device takes to run them.
@@ -93,6 +93,7 @@ def backward(
                 of_scores = [x for x in problem.score_grads if isinstance(x, Tensor)]
                 keys.finish([dq, *parts, *of_scores])
                 of_queries.append(dq if group.is_all else dq.to(q.dtype))
+                del dq, dkv  # before the next group's are made
                 sums.send(parts)
             all_is_sent()
     dk, dv = (_joined(list(x)) for x in zip(*sums.results, strict=True))
@@ -123,8 +124,8 @@ class _Group(NamedTuple):
 def _groups(q: Tensor, k: Tensor, problem: Problem) -> list[_Group]:
     """The same on all ranks; the largest one first, whose memory the others then use."""
     batch, heads, _, dim = k.shape
-    nbytes = 2 * batch * heads * problem.shards.total * dim * k.element_size()
-    count = max(1, min(heads, -(-nbytes // _GROUP_BYTES)))
+    of_head = 2 * batch * problem.shards.total * dim * k.element_size()
+    count = -(-heads // max(1, _GROUP_BYTES // max(1, of_head)))
     if count > 1:
         ranks = (problem._replace(rank=rank) for rank in range(problem.world_size))
         if any(len(unsharded_calls(of_rank)) > _MAX_CALLS for of_rank in ranks):
@@ -158,10 +159,14 @@ def _keys_of_groups(
     """
     if problem.world_size > 1:
         launches["ring_attention/one_sided_gather"] += 1
+    groups = _groups(q, k, problem)
+    if problem.world_size > 1 and len(groups) > 1:
+        # Both memories before anything that may fail: all ranks make them together, without a time limit.
+        for slot, group in enumerate(groups[:2]):
+            _copies(group.of_keys(k), problem, slot)
     with contextlib.ExitStack() as unfinished:
 
         def in_turn() -> Iterator[tuple[_Group, _Keys]]:
-            groups = _groups(q, k, problem)
             ahead: _Keys | None = None
             for i, group in enumerate(groups):
                 keys = ahead or _Keys(*map(group.of_keys, (k, v)), problem, i % 2, unfinished)
@@ -194,14 +199,8 @@ class _Keys:
         if problem.world_size == 1:
             self.k, self.v = (problem.shards.join([x], dim=2) for x in (k, v))
             return
-        from torch_fdattn.dist.symm.copies import Copies
-
-        batch, heads, _, dim = k.shape
-        # A run's keys and values lie in one block: one copy.
-        shape = problem.shards.total, 2, batch, heads, dim
-        nbytes = torch.Size(shape).numel() * k.element_size()
-        copies = Copies(problem.group_name, f"ring_attention/gather/{slot}", nbytes, k.device)
-        there = copies.data(copies.rank, k.dtype, *shape)
+        copies = _copies(k, problem, slot)
+        there = copies.data(copies.rank, k.dtype, *_shape(k, problem))
         self.k, self.v = (x.permute(1, 2, 0, 3) for x in there.unbind(1))
         self.arriving, self._copies = _arriving(copies, problem.shards), copies
         own = problem.shards.ranks[copies.rank]
@@ -227,6 +226,19 @@ class _Keys:
         self._results += results
         self._until_finished.close()
         self._copies.raise_if_lost()
+
+
+def _shape(k: Tensor, problem: Problem) -> tuple[int, ...]:
+    """A run's keys and values lie in one block: one copy."""
+    batch, heads, _, dim = k.shape
+    return problem.shards.total, 2, batch, heads, dim
+
+
+def _copies(k: Tensor, problem: Problem, slot: int) -> Copies:
+    from torch_fdattn.dist.symm.copies import Copies
+
+    nbytes = torch.Size(_shape(k, problem)).numel() * k.element_size()
+    return Copies(problem.group_name, f"ring_attention/gather/{slot}", nbytes, k.device)
 
 
 def _ahead(runs: Sequence[Run]) -> int:
