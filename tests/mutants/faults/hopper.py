@@ -7,6 +7,7 @@ from tests.mutants.faults.runs import (
     HOPPER_BACKWARD,
     HOPPER_ON_GPU,
     HOPPER_PACKED_ON_GPU,
+    HOPPER_SLOPES_ON_GPU,
     HOPPER_TILES,
 )
 
@@ -83,6 +84,6 @@ FAULTS = (
     ),
     Fault(
         "slopes' gradients by KV heads", f"{_BACKWARD}/kernel.py",
-        "(tile.sequence * heads + head)", "(tile.sequence * heads + tile.kv_head)", HOPPER_ON_GPU,
+        "(tile.sequence * heads + head)", "(tile.sequence * heads + tile.kv_head)", HOPPER_SLOPES_ON_GPU,
     ),
 )  # fmt: skip

@@ -37,6 +37,12 @@ HOPPER_ON_GPU = Tests(
     ),
     needs_sm_90=True,
 )
+HOPPER_SLOPES_ON_GPU = Tests(
+    "gradients of slopes on a GPU",
+    (f"{_OPS}/attention/test_hopper_backward_parameters.py",),
+    keyword="test_slopes_of_all_sequences",
+    needs_sm_90=True,
+)
 HOPPER_PACKED_ON_GPU = Tests(
     "Hopper's backward of packed sequences on a GPU",
     (f"{_OPS}/varlen_attention/test_varlen_hopper_backward.py",),
