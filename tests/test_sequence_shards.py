@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from torch_fdattn.dist.ring_attention.head_groups import head_groups
 from torch_fdattn.dist.ring_attention.local import Problem, call_mask
-from torch_fdattn.dist.ring_attention.one_sided import _groups
 from torch_fdattn.dist.ring_attention.plan import BlockCall, block_calls
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 from torch_fdattn.dist.ring_attention.unsharded import unsharded_calls
@@ -107,7 +107,7 @@ def test_long_sequences_travel_in_groups_of_heads_and_many_documents_do_not() ->
     def sizes(total: int, heads: int = 16, documents: tuple[int, ...] = ()) -> list[int]:
         problem = Problem("", 0, SequenceShards.zigzag(total, 2), -1, 0, 1.0, documents=documents)
         q, k = (torch.empty(1, n, total // 2, 128, dtype=torch.bfloat16, device="meta") for n in (2 * heads, heads))  # fmt: skip
-        return [group.count for group in _groups(q, k, problem)]
+        return [group.count for group in head_groups(q, k, problem)]
 
     assert sizes(32768) == [16]
     assert sizes(131072) == [4, 4, 4, 4]

@@ -21,7 +21,7 @@ from torch_fdattn.dist import (
     set_timeout,
 )
 from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
-from torch_fdattn.dist.ring_attention import one_sided
+from torch_fdattn.dist.ring_attention import head_groups, one_sided
 from torch_fdattn.dist.symm import received_sums
 from torch_fdattn.dist.symm.copies import Copies
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -49,8 +49,8 @@ def results(group, whole, shards, strategy, douts, **given) -> tuple[Tensor, ...
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn(group, rank_device, monkeypatch, seed) -> None:
     if seed % 2:  # groups of heads as of long sequences
-        monkeypatch.setattr(one_sided, "_GROUP_BYTES", 1)
-        monkeypatch.setattr(one_sided, "_MAX_CALLS", 1000)
+        monkeypatch.setattr(head_groups, "_GROUP_BYTES", 1)
+        monkeypatch.setattr(head_groups, "_MAX_CALLS", 1000)
     rng, world = random.Random(seed), dist.get_world_size()
     torch.manual_seed(seed)
     total, kv_heads = rng.choice([world, 24, 37, 64]), rng.choice([1, 2, 5])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_fdattn.dist import PeerTimeout, ring_attention, set_timeout
-from torch_fdattn.dist.ring_attention import one_sided, placing
+from torch_fdattn.dist.ring_attention import head_groups, placing
 from torch_fdattn.dist.symm.copies import Copies
 
 from .test_ring_one_sided import Failure, needs_kernels, raising_on_cpus
@@ -49,8 +49,8 @@ def test_a_forward_that_fails_before_it_sends(group, rank_device, monkeypatch, h
     if world == 1:
         pytest.skip("needs 2 ranks")
     new = dist.new_group()
-    monkeypatch.setattr(one_sided, "_GROUP_BYTES", 1)
-    monkeypatch.setattr(one_sided, "_MAX_CALLS", 1000)
+    monkeypatch.setattr(head_groups, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(head_groups, "_MAX_CALLS", 1000)
 
     def call(heads: int = heads) -> Tensor:
         x = torch.randn(1, heads, 16, 32, device=rank_device)

@@ -65,7 +65,7 @@ FAULTS = (
         "problem, (i + 1) % 2, unfinished, keys)", "problem, i % 2, unfinished, keys)", RING_ONE_SIDED,
     ),
     Fault(
-        "the first heads' scores for each group", f"{_RING}/one_sided.py",
+        "the first heads' scores for each group", f"{_RING}/head_groups.py",
         "return problem._replace(**of_heads(problem, first, count,", "return problem._replace(**of_heads(problem, 0, count,", RING_ONE_SIDED,
     ),
     Fault(

@@ -19,23 +19,20 @@ the keys that a rank's calls see, and those of all positions by owner. Ranks of 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from torch_fdattn.dist.collectives import split_evenly
 from torch_fdattn.dist.consensus import leaving_by_exceptions
-from torch_fdattn.dist.ring_attention.heads import of_heads
+from torch_fdattn.dist.ring_attention.head_groups import AllHeads, HeadGroup, head_groups
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.plan import BlockCall
 from torch_fdattn.dist.ring_attention.sequence_shards import Run, SequenceShards
 from torch_fdattn.dist.ring_attention.unsharded import (
     Arriving,
     attend_unsharded,
-    unsharded_calls,
     unsharded_gradients,
 )
 from torch_fdattn.ops.library import launches
@@ -43,15 +40,9 @@ from torch_fdattn.ops.library import launches
 if TYPE_CHECKING:  # symmetric memory is imported where ranks are
     from torch_fdattn.dist.symm.copies import Copies
 
-#: K and V of a group of heads, of the whole sequence, at most, but for one head that has more.
-_GROUP_BYTES = 256 * 2**20
-#: Calls of attention of a rank, of packed documents say, beyond which all heads are one group: the host would take longer to
-#: launch them once more for each group than the device takes to run them.
-_MAX_CALLS = 4
-
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
-    outs, lses = [], []
+    outs, lses = AllHeads(q.shape[1]), AllHeads(q.shape[1])
     with (
         leaving_by_exceptions(
             problem.group_name, "ring_attention's forward (strategy 'one_sided')"
@@ -62,16 +53,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
             own = group.of_queries(q)
             out, lse = attend_unsharded(own, keys.k, keys.v, group.of(problem), keys.arriving)
             keys.finish([out, lse])
-            outs.append(out)
-            lses.append(lse)
-    out, lse = _joined(outs, q), _joined(lses)
-    return out, lse, Saved(q, k, v, out, lse)
+            outs.write(out, group.first_query, like=q)
+            lses.write(lse, group.first_query)
+    return outs.result, lses.result, Saved(q, k, v, outs.result, lses.result)
 
 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_queries = []
+    of_queries = AllHeads(saved.q.shape[1])
     # The others wait for this rank's part of the sums, and had the same exception or time out.
     with leaving_by_exceptions(
         problem.group_name, "ring_attention's backward (strategy 'one_sided')"
@@ -92,57 +82,11 @@ def backward(
                 # Of the scores those of all heads, which is where a group's lie.
                 of_scores = [x for x in problem.score_grads if isinstance(x, Tensor)]
                 keys.finish([dq, *parts, *of_scores])
-                of_queries.append(dq if group.is_all else dq.to(q.dtype))
+                of_queries.write(dq, group.first_query, like=saved.q)
                 del dq, dkv  # before the next group's are made
-                sums.send(parts)
+                sums.send(parts, group.first)
             all_is_sent()
-    dk, dv = (_joined(list(x)) for x in zip(*sums.results, strict=True))
-    return _joined(of_queries), dk, dv
-
-
-class _Group(NamedTuple):
-    """Some KV heads, from the first one on, and the query heads that share them."""
-
-    first: int
-    count: int
-    share: int  # query heads of a KV head
-    is_all: bool  # there are no other heads
-
-    def of_queries(self, x: Tensor) -> Tensor:
-        return x.narrow(1, self.first * self.share, self.count * self.share)
-
-    def of_keys(self, x: Tensor) -> Tensor:
-        return x.narrow(1, self.first, self.count)
-
-    def of(self, problem: Problem) -> Problem:
-        if self.is_all:
-            return problem
-        first, count = self.first * self.share, self.count * self.share
-        return problem._replace(**of_heads(problem, first, count, problem.scores.attn_mask))
-
-
-def _groups(q: Tensor, k: Tensor, problem: Problem) -> list[_Group]:
-    """The same on all ranks; the largest one first, whose memory the others then use."""
-    batch, heads, _, dim = k.shape
-    of_head = 2 * batch * problem.shards.total * dim * k.element_size()
-    count = -(-heads // max(1, _GROUP_BYTES // max(1, of_head)))
-    if count > 1:
-        ranks = (problem._replace(rank=rank) for rank in range(problem.world_size))
-        if any(len(unsharded_calls(of_rank)) > _MAX_CALLS for of_rank in ranks):
-            count = 1
-    sizes = split_evenly(heads, count)
-    firsts = itertools.accumulate([0, *sizes])
-    share = q.shape[1] // heads
-    return [
-        _Group(first, size, share, count == 1) for first, size in zip(firsts, sizes, strict=False)
-    ]
-
-
-def _joined(parts: list[Tensor], like: Tensor | None = None) -> Tensor:
-    """Groups' heads side by side, in the memory layout of `like`, if it is given."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts, 1) if like is None else torch.cat(parts, 1, out=torch.empty_like(like))
+    return of_queries.result, *sums.of_keys.result.unbind()
 
 
 @contextlib.contextmanager
@@ -152,21 +96,21 @@ def _keys_of_groups(
     v: Tensor,
     problem: Problem,
     all_is_sent: Callable[[], None] = lambda: None,
-) -> Iterator[Iterator[tuple[_Group, _Keys]]]:
+) -> Iterator[Iterator[tuple[HeadGroup, _Keys]]]:
     """Each group and its keys, in turn; the next one's are under way by then. An exception leaves nothing unfinished.
 
     all_is_sent: called once this rank's last keys are under way.
     """
     if problem.world_size > 1:
         launches["ring_attention/one_sided_gather"] += 1
-    groups = _groups(q, k, problem)
+    groups = head_groups(q, k, problem)
     if problem.world_size > 1 and len(groups) > 1:
         # Both memories before anything that may fail: all ranks make them together, without a time limit.
         for slot, group in enumerate(groups[:2]):
             _copies(group.of_keys(k), problem, slot)
     with contextlib.ExitStack() as unfinished:
 
-        def in_turn() -> Iterator[tuple[_Group, _Keys]]:
+        def in_turn() -> Iterator[tuple[HeadGroup, _Keys]]:
             ahead: _Keys | None = None
             for i, group in enumerate(groups):
                 keys = ahead or _Keys(*map(group.of_keys, (k, v)), problem, i % 2, unfinished)
@@ -293,22 +237,22 @@ class _SumsOfShards:
     Made before anything that may fail: all ranks make the memory together (`dist/symm/channel.py`), without a time limit.
 
     Attributes:
-        results: of each group, dK and dV (2, B, K, S_r, D) in the keys' dtype (in fp32 on one rank).
+        of_keys: dK and dV (2, B, K, S_r, D) in the keys' dtype (in fp32 on one rank).
     """
 
     def __init__(self, saved: Saved, problem: Problem) -> None:
         """saved: this rank's keys, of which dK and dV are summed in fp32."""
         self._problem, self._dtype = problem, saved.k.dtype
-        self.results: list[Tensor] = []
-        #: Of the last group: its copies, what they read, where the sum goes, and what closes it.
-        self._last: tuple[Copies, Sequence[Tensor], Tensor, contextlib.ExitStack] | None = None
+        self.of_keys = AllHeads(saved.k.shape[1], dim=2)
+        #: Of the last group: its copies, what they read, the sum and its first head, and what closes it.
+        self._last: tuple[Copies, Sequence[Tensor], Tensor, int, contextlib.ExitStack] | None = None
         if problem.world_size == 1:
             return
         from torch_fdattn.dist.symm.copies import Copies
 
         batch, _, _, dim = saved.k.shape
         longest = max(problem.shards.lengths)
-        groups = _groups(saved.q, saved.k, problem)
+        groups = head_groups(saved.q, saved.k, problem)
         self._copies = iter(
             [
                 Copies(
@@ -328,10 +272,10 @@ class _SumsOfShards:
             yield
             self._sum_last()
 
-    def send(self, parts: Sequence[Tensor]) -> None:
-        """parts: the next group's (2, B, K, S_r, D) of each rank's shard, contiguous."""
+    def send(self, parts: Sequence[Tensor], first: int) -> None:
+        """parts: the next group's (2, B, K, S_r, D) of each rank's shard, contiguous; first: of its KV heads."""
         if self._problem.world_size == 1:
-            self.results.append(parts[0])
+            self.of_keys.write(parts[0], first)
             return
         copies = next(self._copies)
         out = torch.empty_like(parts[copies.rank], dtype=self._dtype)
@@ -342,17 +286,17 @@ class _SumsOfShards:
             owner = (copies.rank + i) % copies.world
             copies.send(parts[owner], owner, copies.rank * parts[owner].numel())
         self._sum_last()
-        self._last = copies, parts, out, until_finished
+        self._last = copies, parts, out, first, until_finished
 
     def _sum_last(self) -> None:
         if self._last is None:
             return
         from torch_fdattn.dist.symm.received_sums import sum_received
 
-        copies, parts, out, until_finished = self._last
+        copies, parts, out, first, until_finished = self._last
         self._last = None
         if out.numel():
             sum_received(copies, parts[copies.rank], out)
         until_finished.close()
         copies.raise_if_lost()
-        self.results.append(out)
+        self.of_keys.write(out, first)
