@@ -137,10 +137,13 @@ def test_a_call_waits_for_the_keys_that_it_sees(group, rank_device, monkeypatch)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_in_a_graph(group, rank_device) -> None:
+@pytest.mark.parametrize("groups", [1, 4])
+def test_in_a_graph(group, rank_device, monkeypatch, groups: int) -> None:
+    if groups > 1:
+        monkeypatch.setattr(head_groups, "_GROUP_BYTES", 1)
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = SequenceShards.zigzag(64 * world, world)
-    own = [torch.randn(1, 2, 64, 64, device=rank_device, dtype=HALF) for _ in range(3)]
+    own = [torch.randn(1, groups, 64, 64, device=rank_device, dtype=HALF) for _ in range(3)]
 
     def call(strategy: str) -> Tensor:
         return ring_attention(*own, group, shards=shards, causal=True, strategy=strategy)[0]
