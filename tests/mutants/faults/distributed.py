@@ -62,7 +62,7 @@ FAULTS = (
     ),
     Fault(
         "a group's keys in the memory of the one before", f"{_RING}/one_sided.py",
-        "problem, (i + 1) % 2, unfinished, keys)", "problem, i % 2, unfinished, keys)", RING_ONE_SIDED,
+        "_copies(group.of_keys(k), problem, i % 2)", "_copies(group.of_keys(k), problem, 0)", RING_ONE_SIDED,
     ),
     Fault(
         "the first heads' scores for each group", f"{_RING}/head_groups.py",

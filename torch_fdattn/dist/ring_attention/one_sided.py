@@ -43,13 +43,14 @@ if TYPE_CHECKING:  # symmetric memory is imported where ranks are
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     outs, lses = AllHeads(q.shape[1]), AllHeads(q.shape[1])
+    groups = head_groups(q, k, problem)
     with (
         leaving_by_exceptions(
             problem.group_name, "ring_attention's forward (strategy 'one_sided')"
         ) as all_is_sent,
-        _keys_of_groups(q, k, v, problem, all_is_sent) as groups,
+        _keys_of_groups(k, v, groups, problem, all_is_sent) as in_turn,
     ):
-        for group, keys in groups:
+        for group, keys in in_turn:
             own = group.of_queries(q)
             out, lse = attend_unsharded(own, keys.k, keys.v, group.of(problem), keys.arriving)
             keys.finish([out, lse])
@@ -62,16 +63,14 @@ def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_queries = AllHeads(saved.q.shape[1])
+    groups = head_groups(saved.q, saved.k, problem)
     # The others wait for this rank's part of the sums, and had the same exception or time out.
     with leaving_by_exceptions(
         problem.group_name, "ring_attention's backward (strategy 'one_sided')"
     ) as all_is_sent:
-        sums = _SumsOfShards(saved, problem)
-        with (
-            sums.finishing(),
-            _keys_of_groups(saved.q, saved.k, saved.v, problem) as groups,
-        ):
-            for group, keys in groups:
+        sums = _SumsOfShards(saved.k, groups, problem)
+        with sums.finishing(), _keys_of_groups(saved.k, saved.v, groups, problem) as in_turn:
+            for group, keys in in_turn:
                 q, out, lse, of_out = map(group.of_queries, (saved.q, saved.out, saved.lse, dout))
                 of_group = Saved(q, keys.k, keys.v, out, lse)
                 of_lse = None if dlse is None else group.of_queries(dlse)
@@ -91,34 +90,28 @@ def backward(
 
 @contextlib.contextmanager
 def _keys_of_groups(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: Problem,
-    all_is_sent: Callable[[], None] = lambda: None,
-) -> Iterator[Iterator[tuple[HeadGroup, _Keys]]]:
+    k: Tensor, v: Tensor, groups: Sequence[HeadGroup], problem: Problem, all_is_sent: Callable[[], None] = lambda: None,
+) -> Iterator[Iterator[tuple[HeadGroup, _Keys]]]:  # fmt: skip
     """Each group and its keys, in turn; the next one's are under way by then. An exception leaves nothing unfinished.
 
     all_is_sent: called once this rank's last keys are under way.
     """
+    copies: list[Copies | None] = [None] * len(groups)
     if problem.world_size > 1:
         launches["ring_attention/one_sided_gather"] += 1
-    groups = head_groups(q, k, problem)
-    if problem.world_size > 1 and len(groups) > 1:
-        # Both memories before anything that may fail: all ranks make them together, without a time limit.
-        for slot, group in enumerate(groups[:2]):
-            _copies(group.of_keys(k), problem, slot)
+        # Before anything that may fail: all ranks make the memory together, without a time limit.
+        copies = [_copies(group.of_keys(k), problem, i % 2) for i, group in enumerate(groups)]
     with contextlib.ExitStack() as unfinished:
+
+        def begun(i: int, before: _Keys | None) -> _Keys:
+            of_group = map(groups[i].of_keys, (k, v))
+            return _Keys(*of_group, problem, copies[i], unfinished, before)
 
         def in_turn() -> Iterator[tuple[HeadGroup, _Keys]]:
             ahead: _Keys | None = None
             for i, group in enumerate(groups):
-                keys = ahead or _Keys(*map(group.of_keys, (k, v)), problem, i % 2, unfinished)
-                if not group.is_all and i + 1 < len(groups):
-                    of_next = map(groups[i + 1].of_keys, (k, v))
-                    ahead = _Keys(*of_next, problem, (i + 1) % 2, unfinished, keys)
-                else:
-                    ahead = None
+                keys = ahead or begun(i, None)
+                ahead = begun(i + 1, keys) if i + 1 < len(groups) else None
                 if i + 2 >= len(groups):
                     all_is_sent()
                 yield group, keys
@@ -135,18 +128,17 @@ class _Keys:
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, problem: Problem, slot: int, unfinished: contextlib.ExitStack, before: _Keys | None = None
+        self, k: Tensor, v: Tensor, problem: Problem, copies: Copies | None, unfinished: contextlib.ExitStack, before: _Keys | None
     ) -> None:  # fmt: skip
-        """slot: which of two memories. before: whose copies are to be done before these begin."""
-        self._copies: Copies | None = None
+        """copies: None on one rank. before: whose copies are to be done before these begin."""
+        self._copies = copies
         self.arriving: Arriving = iter
-        if problem.world_size == 1:
+        if copies is None:
             self.k, self.v = (problem.shards.join([x], dim=2) for x in (k, v))
             return
-        copies = _copies(k, problem, slot)
         there = copies.data(copies.rank, k.dtype, *_shape(k, problem))
         self.k, self.v = (x.permute(1, 2, 0, 3) for x in there.unbind(1))
-        self.arriving, self._copies = _arriving(copies, problem.shards), copies
+        self.arriving = _arriving(copies, problem.shards)
         own = problem.shards.ranks[copies.rank]
         half = _ahead(own)
         first = half or len(own)
@@ -179,6 +171,7 @@ def _shape(k: Tensor, problem: Problem) -> tuple[int, ...]:
 
 
 def _copies(k: Tensor, problem: Problem, slot: int) -> Copies:
+    """Of a group's keys and values; slot: which of two memories."""
     from torch_fdattn.dist.symm.copies import Copies
 
     nbytes = torch.Size(_shape(k, problem)).numel() * k.element_size()
@@ -240,24 +233,23 @@ class _SumsOfShards:
         of_keys: dK and dV (2, B, K, S_r, D) in the keys' dtype (in fp32 on one rank).
     """
 
-    def __init__(self, saved: Saved, problem: Problem) -> None:
-        """saved: this rank's keys, of which dK and dV are summed in fp32."""
-        self._problem, self._dtype = problem, saved.k.dtype
-        self.of_keys = AllHeads(saved.k.shape[1], dim=2)
+    def __init__(self, k: Tensor, groups: Sequence[HeadGroup], problem: Problem) -> None:
+        """k: this rank's keys, of which dK and dV are summed in fp32."""
+        self._problem, self._dtype = problem, k.dtype
+        self.of_keys = AllHeads(k.shape[1], dim=2)
         #: Of the last group: its copies, what they read, the sum and its first head, and what closes it.
         self._last: tuple[Copies, Sequence[Tensor], Tensor, int, contextlib.ExitStack] | None = None
         if problem.world_size == 1:
             return
         from torch_fdattn.dist.symm.copies import Copies
 
-        batch, _, _, dim = saved.k.shape
+        batch, _, _, dim = k.shape
         longest = max(problem.shards.lengths)
-        groups = head_groups(saved.q, saved.k, problem)
         self._copies = iter(
             [
                 Copies(
                     problem.group_name, f"ring_attention/sum/{i % 2}",
-                    problem.world_size * 2 * batch * group.count * longest * dim * torch.float32.itemsize, saved.k.device,
+                    problem.world_size * 2 * batch * group.count * longest * dim * torch.float32.itemsize, k.device,
                 )
                 for i, group in enumerate(groups)
             ]
