@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import launch
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.launch import cdiv, power_of_two
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Elements of a program at most, but for one head: a load of 16 bytes a thread for each half.
 _ELEMENTS = 2048
@@ -45,9 +47,10 @@ def _turn_heads(
 def _norm_rotate_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, eps, q_strides, k_strides,
     angle_strides, tokens, q_heads, k_heads, q_blocks, blocks,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Norms where there are weights; cos and sin by strides of batch and token."""
+    await_previous(PDL)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     batch, token = row // tokens, row % tokens
     d = tl.arange(0, BLOCK_D)
@@ -78,11 +81,13 @@ def launch_norm_rotate(
     block_h = power_of_two(min(max(q_heads, k_heads), max(1, _ELEMENTS // (2 * block_d))))
     q_blocks = cdiv(q_heads, block_h)
     blocks = q_blocks + cdiv(k_heads, block_h)
+    pdl = uses_pdl(q)
     of_batch = cos.stride(0) if cos.shape[0] > 1 else 0
     # None at the end, for the reason in `launch.kernel_options`.
     q_strides, k_strides = ((*x.stride()[:3], None) for x in (q, k))
     launch(
         _norm_rotate_kernel, batch * tokens * blocks,
         q, k, q_out, k_out, cos, sin, q_weight, k_weight, eps, q_strides, k_strides,
-        (of_batch, cos.stride(2), None), tokens, q_heads, k_heads, q_blocks, blocks, half, block_h, block_d, num_warps=4,
+        (of_batch, cos.stride(2), None), tokens, q_heads, k_heads, q_blocks, blocks, half, pdl, block_h, block_d, num_warps=4,
+        **pdl_option(pdl),
     )  # fmt: skip

@@ -20,10 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import Launch, run
+from torch_fdattn.launch.pdl import await_previous
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.rounding import encode
 from torch_fdattn.ops.launch import cdiv, padded
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 from torch_fdattn.ops.tiles import program_coordinates
 
 #: Elements of a tile where there are many tokens: 16 a thread, which with the rotation's operands take at most
@@ -47,9 +49,10 @@ def _append_kernel(
     new_lens_strides, k_scale_strides, v_scale_strides, q_strides, cos_strides, sin_strides, positions_strides,
     tokens, capacity, page_count, page_size, table_positions, heads, kv_heads,
     k_dim: tl.constexpr, v_dim: tl.constexpr, rotary_dim: tl.constexpr, FORMAT: tl.constexpr, ACROSS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     # ACROSS: of as many sequences as `tokens` says, one token each.
+    await_previous(PDL)
     job, block, batch = program_coordinates(heads + 2 * kv_heads, tl.cdiv(tokens, BLOCK_T))
     index = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     real = index < tokens
@@ -175,14 +178,14 @@ def append_launches(call: Append) -> Iterator[Launch]:
     if across:
         tokens, batch = batch, 1
     block_t = 1 if tokens == 1 else TILE // max(block_k, block_v)
-    views = _kernel_views(call)
+    views, pdl = _kernel_views(call), uses_pdl(call.k)
     yield Launch(
         _append_kernel, jobs * cdiv(tokens, block_t) * batch,
         *views, *(None if x is None else x.stride() for x in views),
         tokens, call.capacity, call.k_cache.shape[0], call.k_cache.shape[2],
         1 if call.cos is None else call.cos.shape[0], heads, kv_heads,
         k_dim, v_dim, call.rotary_dim, FORMAT=_FORMATS.get(call.k_cache.dtype, "cast"), ACROSS=across,
-        BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1 if tokens == 1 else 4,
+        PDL=pdl, BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1 if tokens == 1 else 4, **pdl_option(pdl),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.launch.pdl import pdl_trigger
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.decode.merge import write_rows
 from torch_fdattn.ops.decode.one_byte import both, load_queries, power_of_two, unquantised
 from torch_fdattn.ops.decode.schedule import (
@@ -67,6 +67,7 @@ def _decode_kernel(
     k_row = K_ROW if K_ROW > 0 else k_strides[2]
     v_row = V_ROW if V_ROW > 0 else v_strides[2]
     pdl_trigger(PDL and SPLIT)
+    await_previous(PDL)
     work_tiles = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
     bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens)
     window = (window_left, window_right, kv_block, kv_stride)

@@ -46,6 +46,7 @@ from torch_fdattn.ops.launch import (
 from torch_fdattn.ops.library import INTERPRET, launches
 from torch_fdattn.ops.mask_strides import mask_strides
 from torch_fdattn.ops.options import DecodeOptions
+from torch_fdattn.ops.pdl import pdl_option
 from torch_fdattn.ops.positions import Mask
 
 #: Keys a sequence; positions are int32, and windows are added to them.
@@ -182,7 +183,7 @@ class DecodeLaunchPlan:
             ),
             dict(
                 num_warps=config.num_warps, num_stages=config.num_stages, max_ctas_per_sm=splits.max_ctas_per_sm,
-                **register_limit(config, pairs, paged, capability),
+                **register_limit(config, pairs, paged, capability), **pdl_option(pdl),
             ),
         )  # fmt: skip
         self._merge, self.tiles = None, (config, None)
@@ -215,7 +216,7 @@ class DecodeLaunchPlan:
                 kv_heads, group, v_dim, *flags, splits.groups > 1, batch_invariant, splits.min_units, splits.twice, pdl,
                 block_b, config.block_m, block_dv, merge.rows, merge.parts, merge.dims,
             ),
-            dict(num_warps=merge.warps) | (dict(launch_pdl=True) if pdl else {}),
+            dict(num_warps=merge.warps, **pdl_option(pdl)),
         )  # fmt: skip
 
     def launches(
