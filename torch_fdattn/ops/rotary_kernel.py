@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
@@ -51,6 +51,7 @@ def _norm_rotate_kernel(
 ):  # fmt: skip
     """Norms where there are weights; cos and sin by strides of batch and token."""
     await_previous(PDL)
+    pdl_trigger(PDL)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     batch, token = row // tokens, row % tokens
     d = tl.arange(0, BLOCK_D)

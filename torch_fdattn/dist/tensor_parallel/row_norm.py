@@ -30,7 +30,7 @@ from torch_fdattn.dist.symm.lamport import (
 from torch_fdattn.dist.tensor_parallel.lamport_exchange import packet_aligned
 from torch_fdattn.dist.tensor_parallel.lamport_two_shot import exchange_sums, shots, slots
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.gemm.tile_product import triton_dtype
 from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -59,6 +59,7 @@ def _sum_norm_kernel(
     """x, residual (m, packets), bias (packets,) or None, weight (packets,) -> added (m, packets), the sum over ranks and more,
     normed (m, packets); packets of numbers of DTYPE. SHOTS: trips of the exchange (`lamport_two_shot.py`); 0: x is that sum."""
     await_previous(PDL)
+    pdl_trigger(PDL)
     x_ptr, residual_ptr, weight_ptr = as_int32(x_ptr), as_int32(residual_ptr), as_int32(weight_ptr)
     normed_ptr, added_ptr = as_int32(normed_ptr), as_int32(added_ptr)
     PER_PACKET: tl.constexpr = 2 if DTYPE.primitive_bitwidth == 16 else 1

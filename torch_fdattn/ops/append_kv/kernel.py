@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import Launch, run
-from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.rounding import encode
 from torch_fdattn.ops.launch import cdiv, padded
@@ -53,6 +53,7 @@ def _append_kernel(
 ):  # fmt: skip
     # ACROSS: of as many sequences as `tokens` says, one token each.
     await_previous(PDL)
+    pdl_trigger(PDL)
     job, block, batch = program_coordinates(heads + 2 * kv_heads, tl.cdiv(tokens, BLOCK_T))
     index = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     real = index < tokens

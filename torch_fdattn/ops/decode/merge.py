@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.decode.schedule import (
     cut,
     even_splits,
@@ -72,6 +72,7 @@ def _merge_kernel(
         splits = splits_of(units, share, INVARIANT)
     first += work_tile * splits
     await_previous(PDL)
+    pdl_trigger(PDL)
     if splits == 1:  # written by its one program
         return
 
