@@ -7,7 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import launch
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import power_of_two
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 from torch_fdattn.ops.positions import FAR as _FAR
 
 FAR = tl.constexpr(_FAR)
@@ -27,8 +29,10 @@ FAR = tl.constexpr(_FAR)
 )
 def _bounds_kernel(
     kv_lens_ptr, q_start_ptr, bounds_ptr, q_len, block, count, each, rank, world_size, length_limit, pages_apart, batch,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
+    pdl_trigger(PDL)
     b = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     length = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b), 0), length_limit).to(tl.int32)
@@ -51,9 +55,9 @@ def launch_bounds(
     world_size: int, length_limit: int, pages_apart: int,
 ) -> None:  # fmt: skip
     """Writes bounds (4, B, blocks) int32."""
-    batch, count = bounds.shape[1:]
+    (batch, count), pdl = bounds.shape[1:], uses_pdl(bounds)
     q_start = None if q_start is None else q_start.contiguous()
     launch(
         _bounds_kernel, batch, kv_lens.contiguous(), q_start, bounds, q_len, block, count, each, rank, world_size, length_limit,
-        pages_apart, batch, BLOCK=power_of_two(count), num_warps=1,
+        pages_apart, batch, BLOCK=power_of_two(count), PDL=pdl, num_warps=1, **pdl_option(pdl),
     )  # fmt: skip

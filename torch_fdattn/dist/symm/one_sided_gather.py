@@ -28,8 +28,10 @@ from torch_fdattn.dist.symm.signals import (
 )
 from torch_fdattn.launch import prepared
 from torch_fdattn.launch.launches import Launch
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import cdiv, power_of_two
 from torch_fdattn.ops.library import INTERPRET, launches
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Packets of all ranks that a program polls together.
 TILE_PACKETS = 256
@@ -42,9 +44,11 @@ _TILE = 4096
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
 def _gather_packets_kernel(
     x_ptr, out_ptr, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, count, WORLD: tl.constexpr,
-    SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x int32 (count,) -> out int32 (WORLD, count)."""
+    await_previous(PDL)
+    pdl_trigger(PDL)
     epoch = read_epoch(state_ptr)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -74,9 +78,11 @@ def _gather_packets_kernel(
 @triton.jit(do_not_specialize=["half_bytes", "limit_ns", "rank", "count"])
 def _gather_tiles_kernel(
     x_ptr, out_ptr, addresses_ptr, state_ptr, fault_ptr, half_bytes, limit_ns, rank, count, WORLD: tl.constexpr,
-    SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+    SOURCES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x int64 (count,) -> out int64 (WORLD, count)."""
+    await_previous(PDL)
+    pdl_trigger(PDL)
     epoch = read_epoch(state_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -134,9 +140,11 @@ def all_gather(x: Tensor, group_name: str) -> Tensor:
     where.enter()
     launches["one_sided_all_gather"] += 1
     tensors = flat, flat_out, where.memory.addresses, where.state, where.fault.tensor
-    numbers = where.half_bytes, timeout_ns(), rank, count, world, sources, block
+    pdl = uses_pdl(x)
+    numbers = where.half_bytes, timeout_ns(), rank, count, world, sources, block, pdl
     key = ("one_sided_all_gather", unit, x.device, *numbers) if x.is_cuda else None
     call = prepared.find(key) or prepared.prepare(key)
     if not call.by_driver(tensors):
-        call.run(tensors, (Launch(kernel, cdiv(count, block), *tensors, *numbers, num_warps=1),))
+        options = {"num_warps": 1, **pdl_option(pdl)}
+        call.run(tensors, (Launch(kernel, cdiv(count, block), *tensors, *numbers, **options),))
     return out

@@ -66,8 +66,8 @@ def _decode_kernel(
     MASKED: tl.constexpr = mask_ptr is not None
     k_row = K_ROW if K_ROW > 0 else k_strides[2]
     v_row = V_ROW if V_ROW > 0 else v_strides[2]
-    pdl_trigger(PDL and SPLIT)
     await_previous(PDL)
+    pdl_trigger(PDL)
     work_tiles = kv_heads * tl.cdiv(group * q_len, BLOCK_M)
     bounds_of = (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens)
     window = (window_left, window_right, kv_block, kv_stride)

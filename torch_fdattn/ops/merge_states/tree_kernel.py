@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fdattn.launch.launches import launch
+from torch_fdattn.launch.pdl import await_previous, pdl_trigger
 from torch_fdattn.ops.launch import cdiv, padded
 from torch_fdattn.ops.library import launches
 from torch_fdattn.ops.online_softmax import finite_max
+from torch_fdattn.ops.pdl import pdl_option, uses_pdl
 
 #: Leaves that a program merges, all loaded at once; of more, a launch makes nodes, and the next one merges those.
 MAX_LEAVES = 32
@@ -59,9 +61,11 @@ def _node(row, first, parts, head_dim, LEVEL: tl.constexpr, BLOCK_D: tl.constexp
 @triton.jit(do_not_specialize=["parts", "length"])
 def _tree_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr, outs_strides, lses_strides, out_stride, lse_stride, parts, heads, length, rows,
-    head_dim: tl.constexpr, LEVELS: tl.constexpr, BLOCK_D: tl.constexpr,
+    head_dim: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """outs (parts, B, H, S, D) -> out (nodes, B, H, S, D), whose rows are out_stride apart; the grid is rows · nodes."""
+    await_previous(PDL)
+    pdl_trigger(PDL)
     row = (tl.program_id(0) % rows).to(tl.int64)
     node = (tl.program_id(0) // rows).to(tl.int64)
     s, h, b = row % length, row // length % heads, row // length // heads
@@ -104,11 +108,12 @@ def launch_tree(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, leaves: in
     """
     launches["merge_tree/triton"] += 1
     parts, batch, heads, length, head_dim = outs.shape
-    rows = batch * heads * length
+    rows, pdl = batch * heads * length, uses_pdl(outs)
     launch(
         _tree_kernel, rows * out.shape[0],
         outs, lses, out, lse, outs.stride(), lses.stride(), out.stride(-2), lse.stride(-1), parts, heads, length, rows, head_dim,
-        LEVELS=leaves.bit_length() - 1, BLOCK_D=padded(head_dim), num_warps=1, enable_fp_fusion=False,
+        LEVELS=leaves.bit_length() - 1, PDL=pdl, BLOCK_D=padded(head_dim), num_warps=1, enable_fp_fusion=False,
+        **pdl_option(pdl),
     )  # fmt: skip
 
 
