@@ -39,7 +39,7 @@ def merge_two(out, lse, other_out, other_lse):
 
 
 @triton.jit
-def _node(row, first, parts, head_dim, LEVEL: tl.constexpr, BLOCK_D: tl.constexpr):
+def merged_leaves(row, first, parts, head_dim, LEVEL: tl.constexpr, BLOCK_D: tl.constexpr):
     """State (1, D), (1,) of a row's 2^LEVEL leaves from `first` on; row: (outs_ptr, its strides, lses_ptr, its stride)."""
     if LEVEL == 0:
         outs_ptr, part_stride, dim_stride, lses_ptr, lse_stride = row
@@ -53,8 +53,8 @@ def _node(row, first, parts, head_dim, LEVEL: tl.constexpr, BLOCK_D: tl.constexp
         return out, lse
     else:
         half: tl.constexpr = 1 << (LEVEL - 1)
-        out, lse = _node(row, first, parts, head_dim, LEVEL - 1, BLOCK_D)
-        other_out, other_lse = _node(row, first + half, parts, head_dim, LEVEL - 1, BLOCK_D)
+        out, lse = merged_leaves(row, first, parts, head_dim, LEVEL - 1, BLOCK_D)
+        other_out, other_lse = merged_leaves(row, first + half, parts, head_dim, LEVEL - 1, BLOCK_D)
         return merge_two(out, lse, other_out, other_lse)
 
 
@@ -72,7 +72,7 @@ def _tree_kernel(
     outs_ptr += b * outs_strides[1] + h * outs_strides[2] + s * outs_strides[3]
     lses_ptr += b * lses_strides[1] + h * lses_strides[2] + s * lses_strides[3]
     of_row = outs_ptr, outs_strides[0], outs_strides[4], lses_ptr, lses_strides[0]
-    out, lse = _node(of_row, node << LEVELS, parts, head_dim, LEVELS, BLOCK_D)
+    out, lse = merged_leaves(of_row, node << LEVELS, parts, head_dim, LEVELS, BLOCK_D)
     if LEVELS == 0:  # the same as if there were an empty one beside it
         out = tl.where((lse == float("-inf"))[:, None], 0.0, out)
     at = node * rows + row + tl.arange(0, 1)
