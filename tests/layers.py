@@ -159,6 +159,7 @@ def layers(kind: str) -> list[Layer]:
                 "signals",
                 "call_depth",
                 "fused_parts",
+                "fused_tree",
                 "tp_one_sided",
                 "tp_all_reduce",
                 "tp_epochs",
@@ -184,11 +185,12 @@ def layers(kind: str) -> list[Layer]:
                 "one_sided",
                 "strategies",
                 "fused_parts",
+                "fused_tree",
                 "tp_one_sided",
                 "tp_epochs",
                 "tp_choices",
                 "row_norm",
-                only="two_shot.py or test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
+                only="two_shot.py or fused_tree.py or test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
             ),
         ]
     if kind == "capabilities":

@@ -12,7 +12,15 @@ import torch
 from tests.compile_only.compiled import compile_launch, resources_of
 from tests.compile_only.launches import recorded
 from tests.compile_only.targets import ARCHS
-from torch_fdattn.dist.decode import fused, fused_parts, push, push_tiled, rows, two_shot
+from torch_fdattn.dist.decode import (
+    fused,
+    fused_parts,
+    fused_tree,
+    push,
+    push_tiled,
+    rows,
+    two_shot,
+)
 from torch_fdattn.dist.symm import lamport, one_sided_gather
 from torch_fdattn.dist.symm.symmetric_memory import PeerMemory
 from torch_fdattn.launch.launches import run
@@ -147,6 +155,18 @@ def test_exchange_that_merges_parts(
         "_fused_parts_kernel",
     ]
     check(launches[1:], arch)
+
+
+@pytest.mark.parametrize(("world", "parts"), [(2, 16), (8, 1), (3, 32)])
+def test_exchange_in_a_tree(world: int, parts: int) -> None:
+    outs, lses = meta(parts, 2, 8, 1, 128), meta(parts, 2, 8, 1)
+    with (
+        ranks(world),
+        mock.patch.object(fused_tree, "uses_pdl", return_value=True),
+        recorded() as launches,
+    ):
+        fused_tree.merge(outs, lses, torch.bfloat16, "0")
+    check(launches, "sm_90")
 
 
 @pytest.mark.parametrize(("world", "nbytes"), [(8, 1 << 14), (4, 1 << 20)])

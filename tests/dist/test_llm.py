@@ -98,6 +98,7 @@ def test_what_bits_on_any_number_of_ranks_need(group, alone, rank_device) -> Non
         (dict(batch_invariant=True), ValueError, "kv_group must be a process group where rank_invariant"),
         (dict(kv_group=alone), ValueError, "batch_invariant must be True where rank_invariant is True"),
         (dict(kv_group=alone, batch_invariant=True, strategy="star"), NotImplementedError, "strategy must be one of .* with invariant_block"),
+        (dict(kv_group=alone, batch_invariant=True, strategy="fused"), NotImplementedError, "others need one node a rank, or merge by ranks, got 'fused'"),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             LLM(model, **given, **wrong)

@@ -291,6 +291,8 @@ def test_refusals(group, rank_device) -> None:
         (dict(invariant_block=8, kv_start=lens), NotImplementedError, "kv_start must be None with invariant_block"),
         (dict(invariant_block=8, strategy="star"), NotImplementedError, "strategy must be one of .* others merge by ranks, got 'star'"),
         (dict(invariant_block=8.0), TypeError, "invariant_block must be an int or None, got float"),
+        (dict(invariant_block=8, strategy="fused"), NotImplementedError, "strategy must not be 'fused' where a rank's blocks are several"),
+        (dict(invariant_block=8, kv_block=8, strategy="fused"), NotImplementedError, "got 24 keys in blocks of 8, kv_block=8"),
     ):  # fmt: skip
         with pytest.raises(kind, match=match):
             decode(q, k, k, lens, group, **wrong)

@@ -62,8 +62,8 @@ def decode(
             and of those of its place in every node. Rank = node · (ranks a node) + place.
         invariant_block: out and lse have the same bits on any number of ranks, for any batch, and with any `kv_block` and
             capacity (equal on all ranks) that are multiples of it, of pages whole ones: states of aligned blocks of so many
-            keys are merged in one tree of positions: take 1024, say. Strategies "auto", "all_gather" and "symm_all_gather"
-            alone; no kv_start, no gradients.
+            keys are merged in one tree of positions: take 1024, say. Strategies "auto", "all_gather", "symm_all_gather"
+            and, with contiguous shards of a power of two of blocks, "fused" alone; no kv_start, no gradients.
 
     Returns:
         out (B, H, T, DV), contiguous, and lse (B, H, T) float32 (float64 for float64 inputs), the same bits on

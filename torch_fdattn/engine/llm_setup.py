@@ -131,7 +131,7 @@ def _check_rank_invariant(batch_invariant: bool, strategy: str, kv_group: str | 
         )
     if not batch_invariant:
         raise ValueError("batch_invariant must be True where rank_invariant is True, got False")
-    check_invariant_strategy(strategy)
+    check_invariant_strategy(strategy, round_robin=True)
 
 
 def _check_prompt_graphs(

@@ -4,6 +4,10 @@ The earlier kernel calls `pdl_trigger`; once all its programs have, or have ende
 launch_pdl=True) begins wherever an SM has free resources. What it needs of the earlier one it reads behind
 `await_previous`. The next kernel of the stream waits for the dependent one alone, so at least one of its programs
 must have waited, even where it needs nothing.
+
+A kernel that may itself start early calls `pdl_trigger` behind its own wait: so what is older than it has ended when the
+dependent one begins. That, and that alone, may the dependent one read before it waits, and from the L2 (FROM_L2, or
+volatile loads): the L1 of its SM may hold what was there before.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ except ImportError:  # a build of Triton for AMD alone, where PDL is never set
     gdc_launch_dependents = gdc_wait = None
 
 _CAPABILITY = (9, 0)
+#: The cache modifier of loads ahead of the wait.
+FROM_L2 = tl.constexpr(".cg")
 
 
 def supports_pdl(capability: tuple[int, int]) -> bool:
@@ -28,7 +34,7 @@ def supports_pdl(capability: tuple[int, int]) -> bool:
 
 @triton.jit
 def pdl_trigger(PDL: tl.constexpr):
-    """Lets the dependent kernel start as soon as every program of this one runs."""
+    """Lets the dependent kernel start as soon as every program of this one is here, or has ended."""
     if PDL:
         gdc_launch_dependents()
 

@@ -76,17 +76,21 @@ def keys_before(position, kv_start, kv_block, kv_stride, BLOCK_CYCLIC: tl.conste
 
 
 @triton.jit
-def sequence_bounds(batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity):
-    """(kv_len clamped to the capacity, q_start, kv_start) of one sequence; each pointer may be None."""
+def sequence_bounds(
+    batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, CACHE: tl.constexpr = ""
+):
+    """(kv_len clamped to the capacity, q_start, kv_start) of one sequence; each pointer may be None; CACHE: of the loads."""
     kv_len = kv_capacity
     if kv_lens_ptr is not None:
         # Clamped before it is narrowed: an int64 length beyond 2**31 means the whole capacity.
-        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), kv_capacity).to(tl.int32)
+        kv_len = tl.minimum(
+            tl.maximum(tl.load(kv_lens_ptr + batch, cache_modifier=CACHE), 0), kv_capacity
+        ).to(tl.int32)
     kv_start = 0
     if kv_start_ptr is not None:
-        kv_start = _position(tl.load(kv_start_ptr + batch))
+        kv_start = _position(tl.load(kv_start_ptr + batch, cache_modifier=CACHE))
     if q_start_ptr is not None:
-        q_start = _position(tl.load(q_start_ptr + batch))
+        q_start = _position(tl.load(q_start_ptr + batch, cache_modifier=CACHE))
     else:
         q_start = kv_start + kv_len - q_len
     return kv_len, q_start, kv_start
@@ -104,15 +108,18 @@ def shard_bounds(
     max_len,
     kv_block,
     kv_stride,
+    CACHE: tl.constexpr = "",
 ):
     """`sequence_bounds` of a shard, where kv_lens counts whole sequences of `max_len` keys at most."""
-    length = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), max_len).to(tl.int32)
+    length = tl.minimum(
+        tl.maximum(tl.load(kv_lens_ptr + batch, cache_modifier=CACHE), 0), max_len
+    ).to(tl.int32)
     kv_start = start
     if kv_start_ptr is not None:
-        kv_start = _position(tl.load(kv_start_ptr + batch))
+        kv_start = _position(tl.load(kv_start_ptr + batch, cache_modifier=CACHE))
     kv_len = keys_before(length, kv_start, kv_block, kv_stride, kv_start_ptr is None)
     if q_start_ptr is not None:
-        q_start = _position(tl.load(q_start_ptr + batch))
+        q_start = _position(tl.load(q_start_ptr + batch, cache_modifier=CACHE))
     else:
         q_start = length - q_len
     return tl.minimum(kv_len, kv_capacity), q_start, kv_start

@@ -45,6 +45,7 @@ def calls() -> Iterator[Call]:
     yield one("alibi", shard() | dict(alibi_slopes=fp32(H), softcap=30.0), "two_shot")
     yield one("invariant", shard() | dict(batch_invariant=True), "fused")
     yield one("blocks", shard() | dict(kv_block=None), "fused")
+    yield one("one_node", shard() | dict(kv_block=None, invariant_block=1024), "fused")
     yield one("paged", pages(), "two_shot")
     yield one("d256", shard(d=256), "two_shot", world=8)
     yield one("fp32", shard(dtype=torch.float32, d=64), "two_shot")

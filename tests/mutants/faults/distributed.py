@@ -8,6 +8,7 @@ from tests.mutants.faults.runs import (
     DECODE_TWO_SHOT,
     DIST,
     FUSED_PARTS,
+    FUSED_TREE,
     MATMULS,
     ONE_SIDED,
     RANK_INVARIANT,
@@ -277,6 +278,14 @@ FAULTS = (
     Fault(
         "parts that nobody wrote", "torch_fdattn/dist/decode/fused_parts.py",
         "if splits == 1:", "if splits == 0:", FUSED_PARTS,
+    ),
+    Fault(
+        "nodes of ranks that are not there", "torch_fdattn/dist/decode/fused_tree.py",
+        'return values, tl.where(source < WORLD, lses, float("-inf")), came', "return values, lses, came", FUSED_TREE,
+    ),
+    Fault(
+        "nodes of ranks merged in another order", "torch_fdattn/dist/decode/fused_tree.py",
+        "own, row, first + half, *where", "own, row, (first + half) ^ 1, *where", FUSED_TREE,
     ),
     Fault(
         "lse sent in 16 bits", "torch_fdattn/dist/decode/fused.py",

@@ -88,6 +88,9 @@ ONE_SIDED = Tests(
 FUSED_PARTS = Tests(
     "parts merged by the exchange", ("tests/dist/test_fused_parts.py",), interpret=True, ranks=2
 )
+FUSED_TREE = Tests(
+    "nodes merged by the exchange", ("tests/dist/test_fused_tree.py",), interpret=True, ranks=3
+)
 DECODE_TWO_SHOT = Tests(
     "sharded decode in two shots",
     ("tests/dist/test_decode_two_shot.py",),

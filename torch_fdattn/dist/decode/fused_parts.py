@@ -25,7 +25,7 @@ from torch_fdattn.dist.decode.rows import (
 )
 from torch_fdattn.dist.symm.signals import at_rank, may_send, take_epoch
 from torch_fdattn.launch.launches import launch
-from torch_fdattn.launch.pdl import await_previous
+from torch_fdattn.launch.pdl import FROM_L2, await_previous
 from torch_fdattn.ops.decode.launch import Unmerged
 from torch_fdattn.ops.decode.merge import merged_parts
 from torch_fdattn.ops.decode.schedule import even_splits, key_bounds, units_between
@@ -69,13 +69,13 @@ def _fused_parts_kernel(
     channel = (addresses_ptr, half_bytes, state_ptr, fault_ptr, limit_ns)
     row, row_in, owner = tile_of(tl.program_id(0) // CHUNKS, share, OWNERS, BLOCK_R)
     d = tl.program_id(0) % CHUNKS * CHUNK_D + tl.arange(0, CHUNK_D)
-    # Until the wait, what is older than the splits' kernel, which itself does not start early.
+    # Until the wait, what is older than the splits' kernel, which lets this one in behind its own wait.
     epoch = take_epoch(state_ptr, tl.num_programs(0))
     sent = row_in & may_send(state_ptr, epoch)
     address = at_rank(addresses_ptr, rank, epoch, half_bytes)
     _, _, _, _, begin, end = key_bounds(
         0, (kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens),
-        (window_left, window_right, kv_block, kv_stride), HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC,
+        (window_left, window_right, kv_block, kv_stride), HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, FROM_L2,
     )  # fmt: skip
     splits = even_splits(units_between(begin, end), target_splits, MIN_UNITS, TWICE, False)
     await_previous(PDL)

@@ -231,7 +231,7 @@ def _dist_decode(
         if any(gradients.values()):
             strategy = "all_gather"
         elif invariant_block is not None and strategy in ONE_SIDED:
-            strategy = "symm_all_gather"
+            strategy = rank_invariant.choose(q, shard, kv_block, invariant_block)
     if world_size > 1:
         # By which positions follow, or which states each rank has.
         equal_capacity = (kv_block is None and kv_start is None) or invariant_block is not None
@@ -272,7 +272,7 @@ def _dist_decode(
 
         out, lse = rank_invariant.decode(
             q, shard, mask, attend, extras, group, kv_block, invariant_block,
-            one_sided=strategy == "symm_all_gather", dtype=q.dtype if sinks is None else _wide(q),
+            strategy=strategy, dtype=q.dtype if sinks is None else _wide(q),
         )  # fmt: skip
         out, lse = with_sinks(out, lse, sinks)
         return _heads_of(out.to(q.dtype), group), _heads_of(lse, group)

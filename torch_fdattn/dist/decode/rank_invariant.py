@@ -22,7 +22,9 @@ from torch_fdattn.ops.launch import power_of_two
 from torch_fdattn.ops.positions import FAR, Mask
 
 #: What `strategy` may be: how the nodes travel, which changes no bit.
-STRATEGIES = ("auto", "all_gather", "symm_all_gather")
+STRATEGIES = ("auto", "all_gather", "symm_all_gather", "fused")
+#: Rows (B · H · T) up to which `auto` takes `fused`.
+_FUSED_ROWS = 512
 
 #: (q, shard, mask, extras) → (out, lse) in the dtype of partial states.
 Attend = Callable[[Tensor, CacheShard, Mask, ExtraOptions], tuple[Tensor, Tensor]]
@@ -34,6 +36,11 @@ def check(
     """That no block of keys is on two ranks, and what else cannot be."""
     expect_block(block)
     check_strategy(strategy)
+    if strategy == "fused" and not is_one_node(shard, kv_block, block):
+        raise NotImplementedError(
+            "strategy must not be 'fused' where a rank's blocks are several nodes: take contiguous shards of a power of two "
+            f"of blocks, got {shard.capacity} keys in blocks of {block}, kv_block={kv_block}"
+        )
     if trained:
         raise NotImplementedError(
             "dist.decode has no gradient with invariant_block: call it under torch.no_grad()"
@@ -49,10 +56,26 @@ def check(
         check_pages(block, shard.k.shape[2])
 
 
-def check_strategy(strategy: str) -> None:
-    if strategy not in STRATEGIES:
+def is_one_node(shard: CacheShard, kv_block: int | None, block: int) -> bool:
+    """Whether the blocks of each rank are one node of the tree, by which every rank's are where capacities are equal."""
+    count = shard.capacity // block
+    each = count if kv_block is None else kv_block // block
+    return 0 < count <= each & -each
+
+
+def choose(q: Tensor, shard: CacheShard, kv_block: int | None, block: int) -> str:
+    """What `auto` takes where ranks share symmetric memory."""
+    few = q.shape[0] * q.shape[1] * q.shape[2] <= _FUSED_ROWS and q.dtype != torch.float64
+    return "fused" if few and is_one_node(shard, kv_block, block) else "symm_all_gather"
+
+
+def check_strategy(strategy: str, round_robin: bool = False) -> None:
+    """round_robin: of shards whose blocks go round the ranks, which are several nodes each."""
+    allowed = tuple(x for x in STRATEGIES if not (round_robin and x == "fused"))
+    if strategy not in allowed:
+        others = "need one node a rank, or merge by ranks" if round_robin else "merge by ranks"
         raise NotImplementedError(
-            f"strategy must be one of {STRATEGIES} with invariant_block: others merge by ranks, got {strategy!r}"
+            f"strategy must be one of {allowed} with invariant_block: others {others}, got {strategy!r}"
         )
 
 
@@ -63,9 +86,9 @@ def check_pages(block: int, page_size: int) -> None:
 
 def decode(
     q: Tensor, shard: CacheShard, mask: Mask, attend: Attend, extras: ExtraOptions, group: MergeGroup,
-    kv_block: int | None, block: int, *, one_sided: bool, dtype: torch.dtype,
+    kv_block: int | None, block: int, *, strategy: str, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out in `dtype`, lse) of all heads, without sinks; mask: global; one_sided: by symmetric memory."""
+    """(out in `dtype`, lse) of all heads, without sinks; mask: global; strategy: one of STRATEGIES, or "none" of one rank."""
     count = shard.capacity // block
     if not count or not q.shape[0]:
         out = q.new_zeros((*q.shape[:3], shard.v.shape[3]), dtype=dtype)
@@ -84,8 +107,12 @@ def decode(
     extras = extras._replace(sinks=None, batch_invariant=True)
     states = _in_one_call if runs_decode(q) and library.use_triton(q) else _one_by_one
     outs, lses = states(q, shard, mask, attend, extras, bounds)
+    if strategy == "fused":
+        from torch_fdattn.dist.decode.fused_tree import merge
+
+        return merge(outs, lses, dtype, group.group_name)
     if group.world_size > 1:
-        outs, lses = _of_all_ranks(outs, lses, each, group, one_sided)
+        outs, lses = _of_all_ranks(outs, lses, each, group, strategy == "symm_all_gather")
     out, lse = torch.ops.fdattn.merge_tree(outs, lses, power_of_two(outs.shape[0]), dtype)
     return out[0], lse[0]
 

@@ -79,8 +79,8 @@ def next_epoch(epoch):
 
 @triton.jit
 def take_epoch(state_ptr, programs):
-    """This call's epoch; the last of the launch's programs to take it moves the channel on."""
-    epoch = tl.load(state_ptr)
+    """This call's epoch; the last of the launch's programs to take it moves the channel on. Volatile: `launch/pdl.py`."""
+    epoch = tl.load(state_ptr, volatile=True)
     tl.debug_barrier()
     ticket = tl.atomic_add(state_ptr + TICKETS, 1, sem="acq_rel", scope="gpu")
     if ticket == programs - 1:
@@ -104,7 +104,7 @@ def leave_epoch(state_ptr, epoch, programs):
 @triton.jit
 def may_send(state_ptr, epoch):
     """Whether the channel was intact before this call: its own programs may send what peers wait for."""
-    return was_intact(tl.load(state_ptr + BROKEN), epoch)
+    return was_intact(tl.load(state_ptr + BROKEN, volatile=True), epoch)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_fdattn.launch.pdl import await_previous, pdl_trigger
+from torch_fdattn.launch.pdl import FROM_L2, await_previous, pdl_trigger
 from torch_fdattn.ops.decode.schedule import (
     cut,
     even_splits,
@@ -58,11 +58,11 @@ def _merge_kernel(
             batch = tl.minimum(batch - first_sequence, group_size)
         share, all_splits = cut(
             first_sequence, batch, bounds_of, window, work_tiles, target_splits, ragged_target_splits, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC,
-            MIN_UNITS, TWICE, INVARIANT, BLOCK_B,
+            MIN_UNITS, TWICE, INVARIANT, BLOCK_B, FROM_L2,
         )  # fmt: skip
         first = first_slot + first_program(sequence - first_sequence, all_splits, work_tiles)
     _, _, _, _, begin, end = key_bounds(
-        sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
+        sequence, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, FROM_L2
     )
     units = units_between(begin, end)
     if BLOCK_B == 1:

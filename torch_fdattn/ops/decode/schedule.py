@@ -171,18 +171,18 @@ def choose_splits(
 @triton.jit
 def key_bounds(
     sequence, bounds_of, window,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
-    """(kv_len, q_start, kv_start, keys, begin, end) of one sequence, or of many at once."""
+    """(kv_len, q_start, kv_start, keys, begin, end) of one sequence, or of many at once; CACHE: of the loads."""
     kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens = bounds_of
     if global_lens is None:
         kv_len, q_start, kv_start = sequence_bounds(
-            sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity
+            sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, CACHE
         )
     else:
         kv_len, q_start, kv_start = shard_bounds(
             sequence, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens[0], global_lens[1], window[2],
-            window[3],
+            window[3], CACHE,
         )  # fmt: skip
     keys = (kv_len, kv_start, window[0], window[1], window[2], window[3])
     begin, _, _, end = key_range(
@@ -230,7 +230,7 @@ def even_splits(
 def cut(
     first, batch, bounds_of, window, work_tiles, target_splits, ragged_target_splits,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, MIN_UNITS: tl.constexpr,
-    TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr,
+    TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
     """(share, splits): units a split, and splits of a work tile of each sequence (BLOCK_B,) from `first` on.
 
@@ -239,7 +239,7 @@ def cut(
     sequences = tl.arange(0, BLOCK_B)
     within = first + tl.minimum(sequences, batch - 1)
     _, _, _, _, begin, end = key_bounds(
-        within, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC
+        within, bounds_of, window, HAS_LEFT, HAS_RIGHT, BLOCK_CYCLIC, CACHE
     )
     units = tl.where(sequences < batch, units_between(begin, end), 0)
     total = tl.sum(units, 0)
