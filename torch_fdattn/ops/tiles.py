@@ -83,9 +83,8 @@ def sequence_bounds(
     kv_len = kv_capacity
     if kv_lens_ptr is not None:
         # Clamped before it is narrowed: an int64 length beyond 2**31 means the whole capacity.
-        kv_len = tl.minimum(
-            tl.maximum(tl.load(kv_lens_ptr + batch, cache_modifier=CACHE), 0), kv_capacity
-        ).to(tl.int32)
+        given = tl.load(kv_lens_ptr + batch, cache_modifier=CACHE)
+        kv_len = tl.minimum(tl.maximum(given, 0), kv_capacity).to(tl.int32)
     kv_start = 0
     if kv_start_ptr is not None:
         kv_start = _position(tl.load(kv_start_ptr + batch, cache_modifier=CACHE))

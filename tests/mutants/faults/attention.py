@@ -42,8 +42,7 @@ FAULTS = (
     ),
     Fault(
         "lengths not clamped", f"{_KERNELS}/tiles.py",
-        "tl.minimum(tl.maximum(tl.load(kv_lens_ptr + batch), 0), kv_capacity).to(tl.int32)",
-        "tl.load(kv_lens_ptr + batch).to(tl.int32)", ATTENTION,
+        "tl.minimum(tl.maximum(given, 0), kv_capacity).to(tl.int32)", "given.to(tl.int32)", ATTENTION,
     ),
     Fault(
         "accumulator not rescaled", f"{_KERNELS}/attend.py",
