@@ -68,7 +68,7 @@ def _same_seed_everywhere(group: str) -> None:
 
 @pytest.fixture
 def measured(rank_device: torch.device, monkeypatch) -> Iterator[Callable[..., None]]:
-    """Called as measured((op, columns, features, choices), …) it puts these in place of `crossovers.json`."""
+    """Called as measured((op, columns, features, choices), …) it puts these in place of `crossovers.json` and the tuned table."""
     device = auto.Device.of(rank_device)._asdict()
 
     def plant(*entries: tuple, dtype: str = "float32") -> None:
@@ -76,6 +76,7 @@ def measured(rank_device: torch.device, monkeypatch) -> Iterator[Callable[..., N
         names = ("op", "columns", "features", "choices")
         table = tuple({**about, **dict(zip(names, entry, strict=True))} for entry in entries)
         monkeypatch.setattr(auto, "table", lambda: table)
+        monkeypatch.setattr(auto, "entries_on_all_ranks", lambda *_: ())
         auto._cached_lookup.cache_clear()
 
     yield plant

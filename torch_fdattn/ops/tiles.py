@@ -17,6 +17,8 @@ import triton.language as tl
 from torch_fdattn.ops import positions
 
 FAR = tl.constexpr(positions.FAR)
+#: Of loads; Triton 3.6 takes no str as the default of a device function's parameter.
+NO_CACHE_MODIFIER = tl.constexpr("")
 
 
 @triton.jit
@@ -77,7 +79,13 @@ def keys_before(position, kv_start, kv_block, kv_stride, BLOCK_CYCLIC: tl.conste
 
 @triton.jit
 def sequence_bounds(
-    batch, kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, CACHE: tl.constexpr = ""
+    batch,
+    kv_lens_ptr,
+    q_start_ptr,
+    kv_start_ptr,
+    q_len,
+    kv_capacity,
+    CACHE: tl.constexpr = NO_CACHE_MODIFIER,
 ):
     """(kv_len clamped to the capacity, q_start, kv_start) of one sequence; each pointer may be None; CACHE: of the loads."""
     kv_len = kv_capacity
@@ -107,7 +115,7 @@ def shard_bounds(
     max_len,
     kv_block,
     kv_stride,
-    CACHE: tl.constexpr = "",
+    CACHE: tl.constexpr = NO_CACHE_MODIFIER,
 ):
     """`sequence_bounds` of a shard, where kv_lens counts whole sequences of `max_len` keys at most."""
     length = tl.minimum(

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from torch_fdattn.ops.launch import cdiv
-from torch_fdattn.ops.tiles import key_range, sequence_bounds, shard_bounds
+from torch_fdattn.ops.tiles import NO_CACHE_MODIFIER, key_range, sequence_bounds, shard_bounds
 
 #: Keys a unit: the grain of the balance, and the alignment of a split's first key.
 UNIT = tl.constexpr(16)
@@ -171,7 +171,7 @@ def choose_splits(
 @triton.jit
 def key_bounds(
     sequence, bounds_of, window,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, CACHE: tl.constexpr = "",
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, CACHE: tl.constexpr = NO_CACHE_MODIFIER,
 ):  # fmt: skip
     """(kv_len, q_start, kv_start, keys, begin, end) of one sequence, or of many at once; CACHE: of the loads."""
     kv_lens_ptr, q_start_ptr, kv_start_ptr, q_len, kv_capacity, global_lens = bounds_of
@@ -230,7 +230,7 @@ def even_splits(
 def cut(
     first, batch, bounds_of, window, work_tiles, target_splits, ragged_target_splits,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_CYCLIC: tl.constexpr, MIN_UNITS: tl.constexpr,
-    TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr, CACHE: tl.constexpr = "",
+    TWICE: tl.constexpr, INVARIANT: tl.constexpr, BLOCK_B: tl.constexpr, CACHE: tl.constexpr = NO_CACHE_MODIFIER,
 ):  # fmt: skip
     """(share, splits): units a split, and splits of a work tile of each sequence (BLOCK_B,) from `first` on.
 
