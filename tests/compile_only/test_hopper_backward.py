@@ -150,6 +150,16 @@ def test_compiles_wide_heads(mask):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "lengths"])
+def test_compiles_wide_heads_with_the_gradient_of_slopes(mask):
+    """Which dQ's launch makes: 16 to 48 bytes more than without, 0 to 4 reloads."""
+    slopes = Scores(alibi_slopes=meta(2, 8))
+    *_, of_queries = compiled_launches(256, mask, slopes, score_grads=slopes)
+    most = {"full": (48, 2), "causal": (64, 4), "window": (104, 9), "lengths": (240, 49)}[mask]
+    check_gradient(of_queries, *most)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "lengths"])
 @pytest.mark.parametrize("feature", ["softcap", "ALiBi"])
 def test_compiles_wide_heads_with_changed_scores(feature, mask):

@@ -73,20 +73,19 @@ def test_sinks(head_dim, window, lens):
 
 @CASES
 def test_slopes_and_sinks(head_dim, window, lens):
-    """Slopes of each sequence; above head dim 128 the portable kernel's."""
+    """Slopes of each sequence."""
     sinks = torch.randn(HEADS, device="cuda").requires_grad_()
-    kernels = HERE if head_dim <= 128 else PORTABLE
-    check_call(head_dim, window, lens, kernels, alibi_slopes=slopes_of(2, HEADS), sinks=sinks)
+    check_call(head_dim, window, lens, HERE, alibi_slopes=slopes_of(2, HEADS), sinks=sinks)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("queries", [17, 65, 900])
 def test_slopes_of_all_sequences(queries, head_dim):
     """Of few queries, and of more than keys, of which the first see none."""
     check_call(head_dim, (-1, 0), None, HERE, queries, alibi_slopes=slopes_of(HEADS))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("window", "lens"), [((-1, 0), None), ((-1, -1), LENS), ((100, 0), None)])
 def test_in_order(window, lens, head_dim):
     sinks = torch.randn(HEADS, device="cuda").requires_grad_()

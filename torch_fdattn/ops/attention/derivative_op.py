@@ -56,9 +56,9 @@ def _check_backward(dout, dlse, q, k, v, out, lse, options: AttentionOptions) ->
 
 def _gradients(
     dout, dlse, q, k, v, out, lse, options: AttentionOptions, score_grads: Scores = NO_SCORES,
-    key: tuple | None = None,
+    key: tuple | None = None, *, in_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv).
+    """(dq, dk, dv); in_order: of sums, on every run (`determinism.py`).
 
     score_grads: tensors for the gradients of what modifies the scores, None for those that nobody asks for; key: of
     `key_of`, where there are none.
@@ -72,7 +72,7 @@ def _gradients(
     grads = empty_gradients(q, k, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is not None:
-        mask, scratch = contiguous_mask(mask), empty_scratch(call, q)
+        mask, scratch = contiguous_mask(mask), empty_scratch(call, q, in_order)
         ranges = None if call.label.endswith("/hopper") else empty_ranges(scores.attn_mask, q, k)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         state = dout, dlse, q, k, v, out, lse
@@ -113,7 +113,7 @@ def backward_kernel(
 
 
 def empty_scratch(
-    call: PreparedCall, q: Tensor, packed: Packed | None = None
+    call: PreparedCall, q: Tensor, in_order: bool, packed: Packed | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """What the kernels need beside the call's tensors: terms of rows; sums of dQ, where tiles of keys may add to it in any
     order; and a counter of tiles.
@@ -125,7 +125,7 @@ def empty_scratch(
         return *rows, None, None
     from torch_fdattn.ops.attention.hopper.backward.launch import zero_sums
 
-    sums = None if is_deterministic() else zero_sums(q, rows[0].shape[2])
+    sums = None if in_order else zero_sums(q, rows[0].shape[2])
     return *rows, sums, tile_counter(q.device)
 
 
@@ -160,8 +160,9 @@ def copy_gradients(grads: tuple[Tensor | None, ...], computed: tuple[Tensor | No
 
 def _backward(dout, dlse, q, k, v, out, lse, *tail):
     state = dout, dlse, q, k, v, out, lse
-    key = key_of("attention_backward", q, *state, *tail, is_deterministic())
-    return _gradients(*state, AttentionOptions.from_raw(tail), key=key)
+    in_order = is_deterministic()  # once: another thread may change it
+    key = key_of("attention_backward", q, *state, *tail, in_order)
+    return _gradients(*state, AttentionOptions.from_raw(tail), key=key, in_order=in_order)
 
 
 def raw_backward(dout, dlse, q, *tail) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +194,8 @@ def returned(q: Tensor, score_grads: Scores) -> list[Tensor]:
 def _backward_all(dout, dlse, q, k, v, out, lse, *tail):
     flags, options = tail[: len(FLAGS)], AttentionOptions.from_raw(tail[len(FLAGS) :])
     score_grads = empty_score_grads(options.scores, flags)
-    grads = _gradients(dout, dlse, q, k, v, out, lse, options, score_grads)
+    state = dout, dlse, q, k, v, out, lse
+    grads = _gradients(*state, options, score_grads, in_order=is_deterministic())
     return *grads, *returned(q, score_grads)
 
 

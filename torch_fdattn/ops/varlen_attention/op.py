@@ -151,9 +151,9 @@ def _check_backward(dout, dlse, q, k, v, out, lse, packed: Packed, options: Atte
 
 def _gradients(
     dout, dlse, q, k, v, out, lse, packed: Packed, options: AttentionOptions, score_grads: Scores = NO_SCORES,
-    key: tuple | None = None,
+    key: tuple | None = None, *, in_order: bool,
 ):  # fmt: skip
-    """(dq, dk, dv); score_grads and key as in attention."""
+    """(dq, dk, dv); score_grads, key and in_order as in attention."""
     call = prepared.checked(key)
     if call is None:
         _check_backward(dout, dlse, q, k, v, out, lse, packed, options)
@@ -164,7 +164,7 @@ def _gradients(
     grads = empty_gradients(q, k, v, options.dtype)
     mask, scale, scores, dropout, _ = options
     if call is not None:
-        mask, scratch = contiguous_mask(mask), empty_scratch(call, by_heads(q), packed)
+        mask, scratch = contiguous_mask(mask), empty_scratch(call, by_heads(q), in_order, packed)
         dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
         given = *scratch, *packed, *mask[:3], *scores[1:], dropout.seed
         tensors = dout, dlse, q, k, v, out, lse, *grads, *given
@@ -194,8 +194,9 @@ def _gradients(
 def _backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
     packed = Packed(cu_seqlens_q, cu_seqlens_k)
     state = dout, dlse, q, k, v, out, lse
-    key = key_of("varlen_attention_backward", q, *state, *packed, *tail, is_deterministic())
-    return _gradients(*state, packed, AttentionOptions.from_raw(tail), key=key)
+    in_order = is_deterministic()
+    key = key_of("varlen_attention_backward", q, *state, *packed, *tail, in_order)
+    return _gradients(*state, packed, AttentionOptions.from_raw(tail), key=key, in_order=in_order)
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
@@ -207,7 +208,8 @@ def _backward_fake(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *t
 def _backward_all(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *tail):
     flags, options = tail[: len(FLAGS)], AttentionOptions.from_raw(tail[len(FLAGS) :])
     packed, score_grads = Packed(cu_seqlens_q, cu_seqlens_k), empty_score_grads(options.scores, flags)  # fmt: skip
-    grads = _gradients(dout, dlse, q, k, v, out, lse, packed, options, score_grads)
+    state = dout, dlse, q, k, v, out, lse
+    grads = _gradients(*state, packed, options, score_grads, in_order=is_deterministic())
     return *grads, *returned(q, score_grads)
 
 

@@ -36,14 +36,12 @@ from torch_fdattn.ops.attention.hopper.backward.slots import (
     slots_of,
 )
 from torch_fdattn.ops.attention.hopper.backward.storing import hand_over, store_sums
-from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
+from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero, store_warp_sums
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES, key_blocks
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows, thread_sum
 from torch_fdattn.ops.attention.hopper.scores import TileScores, distances
 from torch_fdattn.ops.attention.hopper.tiles import Call
-
-WARPS = gl.constexpr(4)  #: of a warp group
 
 
 @gluon.jit(do_not_specialize=[
@@ -136,7 +134,8 @@ def _sweep(
             scores, dk, dv, slope_sum = _step(scores, dk, dv, slope_sum, step, here, more, later, tile, slots, call, changes, slope, RAGGED, GROUP)  # fmt: skip
             step += 1
         if slope_sums is not None:
-            _store_slope_sum(slope_sum, slope_sums, tile, first_head + member, call, GROUP)
+            row = (tile.sequence * call.heads * call.group + first_head + member) * key_blocks(call)
+            store_warp_sums(slope_sum, slope_sums, row + tile.first // call.KEYS, GROUP)
     slots.has_values.release(place_of(turn, 1))
 
     if slots.DQ:
@@ -264,16 +263,6 @@ def _step(
     dv = waited[2 + SUBS :]
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return scores, dk, dv, slope_sum
-
-
-@gluon.jit
-def _store_slope_sum(slope_sum, slope_sums, tile, head, call, GROUP: gl.constexpr):
-    """Of a warp group's keys of a tile, and a query head: a number of each warp."""
-    found = gl.sum(gl.sum(slope_sum, 2), 1)
-    heads = call.heads * call.group
-    row = (tile.sequence * heads + head) * key_blocks(call) + tile.first // call.KEYS
-    warps = gl.arange(0, WARPS, layout=found.type.layout)
-    gl.store(slope_sums + (row.to(gl.int64) * GROUPS + GROUP) * WARPS + warps, found)
 
 
 @gluon.jit

@@ -13,9 +13,9 @@ from torch_fdattn.launch.device import num_sms
 from torch_fdattn.launch.launches import Launch
 from torch_fdattn.ops.attention.backward import copy_sink_gradient, copy_slope_gradient
 from torch_fdattn.ops.attention.backward_rows import PADDING
-from torch_fdattn.ops.attention.hopper.backward.kernel import WARPS, attention_backward_kernel
+from torch_fdattn.ops.attention.hopper.backward.kernel import attention_backward_kernel
 from torch_fdattn.ops.attention.hopper.backward.one_gradient_launch import gradient_launch
-from torch_fdattn.ops.attention.hopper.backward.sums import LINE, scaled_sums_kernel
+from torch_fdattn.ops.attention.hopper.backward.sums import LINE, WARPS, scaled_sums_kernel
 from torch_fdattn.ops.attention.hopper.backward.terms import described_terms, terms_launch
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, QUERIES
 from torch_fdattn.ops.attention.hopper.launch import (
@@ -55,7 +55,7 @@ def gives(score_grads: Scores, q: Tensor, options: AttentionOptions, packed: Pac
     """
     if score_grads.alibi_slopes is None:
         return True
-    return q.shape[3] <= HEAD_DIMS[-1] and options.scores.softcap == 0.0 and packed is None
+    return options.scores.softcap == 0.0 and packed is None
 
 
 def _takes_packed(q: Tensor, packed: Packed) -> bool:
@@ -106,7 +106,13 @@ def hopper_backward_launches(
         yield gradient_launch("dv", *given, dv, rows, counter, dim)
         yield gradient_launch("dk", *given, dk, rows, counter, dim)
     if sums is None:
-        yield gradient_launch("dq", *given, dq, rows, counter, dim, packed)
+        dslopes = score_grads.alibi_slopes if dim == WIDE_HEAD_DIM else None  # or of the sweep
+        slope_sums = (
+            None if dslopes is None else _slope_sums(q, q.shape[2], GROUPS.value * ROWS.value)
+        )
+        yield gradient_launch("dq", *given, dq, rows, counter, dim, packed, slope_sums)
+        if dslopes is not None:
+            copy_slope_gradient(dslopes, slope_sums)
     if score_grads.sinks is not None:
         copy_sink_gradient(score_grads.sinks, options.scores.sinks, lse, rows, packed)
 
@@ -127,10 +133,7 @@ def _sweep(
     if packed is not None:
         blocks, sequences = packed.blocks(capacity, keys), packed.sequences
         begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
-    slope_sums = None
-    if dslopes is not None:
-        parts = cdiv(capacity, keys) * GROUPS.value * WARPS.value
-        slope_sums = q.new_empty((batch, heads, parts), dtype=torch.float32)
+    slope_sums = None if dslopes is None else _slope_sums(q, capacity, keys)
     block = [1, 1, ROWS.value, dim]
     # Of a head's section: Q, dO and the sums of dQ.
     read = heads // kv_heads * q_len * head_dim * (2 * q.element_size() + 4)
@@ -152,6 +155,12 @@ def _sweep(
         )  # fmt: skip
     if dslopes is not None:
         copy_slope_gradient(dslopes, slope_sums)
+
+
+def _slope_sums(q: Tensor, length: int, tile: int) -> Tensor:
+    """(B, H, parts): of each warp of each tile of so many rows of `length`."""
+    parts = cdiv(length, tile) * GROUPS.value * WARPS.value
+    return q.new_empty((*q.shape[:2], parts), dtype=torch.float32)
 
 
 def _lines(sums: Tensor) -> TensorDescriptor:

@@ -16,7 +16,11 @@ transpose, `other_rows` and `other_columns` dP:
     dv       | K     not read    Q        dO
 
 Shapes: (B, H or H_kv, M or N, D) by descriptors of four dims, D up to 256; lse2 and delta: fp32 of all queries, each head's
-padded, and each packed sequence's. bfloat16 or float16. Packed sequences: dQ alone.
+padded, and each packed sequence's. bfloat16 or float16. Packed sequences: dQ alone, as their dK and dV are the sweep's; above
+head dim 128 these are not built.
+
+Where ALiBi's slopes want a gradient, -Σ dS · distance, each warp of a tile of "dq" leaves its part in `slope_sums`: fp32
+(B, H, tiles of queries, warp groups, warps).
 """
 
 from __future__ import annotations
@@ -33,11 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torch_fdattn.ops.attention.hopper.backward.one_gradient_slots import gradient_slots_of, load
 from torch_fdattn.ops.attention.hopper.backward.scores import hide, product
 from torch_fdattn.ops.attention.hopper.backward.slots import ONE_OF_GROUP, SLOTS, next_tile
-from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero
+from torch_fdattn.ops.attention.hopper.backward.sums import opaque_zero, store_warp_sums
 from torch_fdattn.ops.attention.hopper.backward.tiles import GROUPS, padded_row
 from torch_fdattn.ops.attention.hopper.pipeline import keep_first, place_of
-from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows
-from torch_fdattn.ops.attention.hopper.scores import TileScores
+from torch_fdattn.ops.attention.hopper.rows import ROWS, store_rows, thread_sum
+from torch_fdattn.ops.attention.hopper.scores import TileScores, distances
 from torch_fdattn.ops.attention.hopper.tiles import Call
 
 
@@ -48,7 +52,7 @@ from torch_fdattn.ops.attention.hopper.tiles import Call
 def attention_gradient_kernel(
     row_blocks, other_row_blocks, column_blocks, other_column_blocks, lse2_blocks, delta_blocks, lse2, delta,
     out_blocks, out, counter, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
-    scale, softcap, slopes, slope_of_sequence, slope_of_head,
+    scale, softcap, slopes, slope_of_sequence, slope_of_head, slope_sums,
     GRADIENT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """heads: of the gradient."""
@@ -64,8 +68,8 @@ def attention_gradient_kernel(
     )
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (slots, lse2, delta, out_blocks, out, call, changes, GRADIENT, RAGGED, 0)),
-        (_multiply, (slots, lse2, delta, out_blocks, out, call, changes, GRADIENT, RAGGED, 1)),
+        (_multiply, (slots, lse2, delta, out_blocks, out, slope_sums, call, changes, GRADIENT, RAGGED, 0)),
+        (_multiply, (slots, lse2, delta, out_blocks, out, slope_sums, call, changes, GRADIENT, RAGGED, 1)),
         (load, (slots, row_blocks, other_row_blocks, column_blocks, other_column_blocks, lse2_blocks, delta_blocks, counter,
                 call, GRADIENT)),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -73,7 +77,7 @@ def attention_gradient_kernel(
 
 @gluon.jit
 def _multiply(
-    slots, lse2, delta, out_blocks, out, call, changes, GRADIENT: gl.constexpr, RAGGED: gl.constexpr,
+    slots, lse2, delta, out_blocks, out, slope_sums, call, changes, GRADIENT: gl.constexpr, RAGGED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """Of a warp group: 64 rows of each tile."""
@@ -81,7 +85,7 @@ def _multiply(
     step = gl.to_tensor(0)
     tile = next_tile(slots, turn, call, ONE_OF_GROUP)
     while tile.end > 0:
-        acc, step = _sum(tile, turn, step, slots, lse2, delta, call, changes, GRADIENT, RAGGED, GROUP)  # fmt: skip
+        acc, step = _sum(tile, turn, step, slots, lse2, delta, slope_sums, call, changes, GRADIENT, RAGGED, GROUP)  # fmt: skip
         if GRADIENT != "dv":
             acc *= changes.scale
         if tile.queries is not None:  # noqa: SIM102 -- the first is known to the compiler
@@ -95,7 +99,7 @@ def _multiply(
 
 @gluon.jit
 def _sum(
-    tile, turn, step, slots, lse2, delta, call, changes, GRADIENT: gl.constexpr, RAGGED: gl.constexpr,
+    tile, turn, step, slots, lse2, delta, slope_sums, call, changes, GRADIENT: gl.constexpr, RAGGED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """A tile's gradient before it is scaled, and the number of the step after."""
@@ -134,21 +138,27 @@ def _sum(
     acc = gl.zeros([ROWS, D], gl.float32, OUT)
     unit = changes.unit(changes.scale)
     count = tile.end - tile.begin
+    slope_sum = gl.to_tensor(0.0)
+    if slope_sums is not None:
+        slope_sum = thread_sum(gl.zeros([ROWS, COLUMNS], gl.float32, SCORES))
     for member in range(members):
         slope = changes.slope_of(tile.sequence, first_head + member, unit)
         for i in range(count):
             more = (member + 1 < members) | (i + 1 < count)
             block = tile.begin + i
-            scores, acc = _step(scores, acc, row_lse2, row_delta, step, block, more, first, tile, slots, call, changes, slope, GRADIENT, RAGGED, GROUP)  # fmt: skip
+            scores, acc, slope_sum = _step(scores, acc, slope_sum, row_lse2, row_delta, step, block, more, first, tile, slots, call, changes, slope, GRADIENT, RAGGED, GROUP)  # fmt: skip
             step += 1
     if GRADIENT != "dv":
         slots.has_other_rows.release(place)
+    if slope_sums is not None:  # of queries alone
+        row = (tile.sequence * call.heads + tile.kv_head) * gl.cdiv(call.q_len, GROUPS * ROWS)
+        store_warp_sums(slope_sum, slope_sums, row + tile.first // (GROUPS * ROWS), GROUP)
     return acc, step
 
 
 @gluon.jit
 def _step(
-    scores, acc, row_lse2, row_delta, step, block, more, first, tile, slots, call, changes, slope,
+    scores, acc, slope_sum, row_lse2, row_delta, step, block, more, first, tile, slots, call, changes, slope,
     GRADIENT: gl.constexpr, RAGGED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A block of columns, whose scores are there, and the scores of the next one."""
@@ -195,6 +205,11 @@ def _step(
         dp = warpgroup_mma_wait(0, deps=(dp,))
         slots.has_other_columns.release(other)
         weights *= dp - delta
+        if slope_sum.type.is_block():
+            # Plus 0, which ptxas does not know either, so that distances are computed anew and not kept.
+            zero = gl.minimum(step, unknown)
+            away = gl.abs(distances(weights, query + tile.offset - key + zero))
+            slope_sum -= thread_sum(weights * away)
     weights = gl.convert_layout(weights.to(slots.rows.dtype), OPERAND, assert_trivial=True)
     added = warpgroup_mma(weights, columns, acc, is_async=True)
     following = place_of(step + 1, SLOTS)
@@ -205,7 +220,7 @@ def _step(
         slots.has_other_columns.release(other)
     slots.has_columns.release(place)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    return scores, added
+    return scores, added, slope_sum
 
 
 @gluon.jit

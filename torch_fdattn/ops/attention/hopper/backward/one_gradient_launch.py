@@ -19,11 +19,12 @@ from torch_fdattn.ops.packed import Packed
 def gradient_launch(
     gradient: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, out: Tensor,
     rows: tuple[Tensor, Tensor], counter: Tensor, dim: int, packed: Packed | None = None,
+    slope_sums: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """What writes dQ, dK or dV into out: "dq", "dk", "dv"; the rest as `hopper_backward_launches`.
 
     dim: the head dim that the kernel computes with.
-    packed: of "dq".
+    packed, slope_sums: of "dq".
     """
     of_queries = gradient == "dq"
     of_rows, of_columns = ((q, dout), (k, v)) if of_queries else ((k, v), (q, dout))
@@ -49,7 +50,7 @@ def gradient_launch(
         *(described(x, row_block) for x in of_rows), *(described(x, column_block) for x in of_columns),
         *map(described_terms, rows), *rows, described(out, row_block), out, counter, *mask[:3], *begins, q.shape[2], capacity,
         sequences, heads, group, section(*sections), mask.window_left, mask.window_right, scale, scores.softcap or None,
-        scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences), GRADIENT=gradient,
+        scores.alibi_slopes, *strides_of(scores.alibi_slopes, sequences), slope_sums, GRADIENT=gradient,
         HAS_LEFT=mask.window_left >= 0, HAS_RIGHT=mask.window_right >= 0,
         RAGGED=packed is not None or mask.kv_lens is not None or capacity % keys != 0, num_warps=4,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch_fdattn.ops.packed_tiles import packed_block
 from torch_fdattn.ops.tiles import program_coordinates
 
 LINE = gl.constexpr(256)  #: numbers of a row of the sums, as the copy sees them
+WARPS = gl.constexpr(4)  #: of a warp group
 
 
 @builtin
@@ -58,6 +59,14 @@ def opaque_zero(x):
     return gl.inline_asm_elementwise(
         "and.b32 $0, $1, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def store_warp_sums(by_thread, sums, row, GROUP: gl.constexpr):
+    """The sum of what each warp's threads hold, (4, 8, 4) of `thread_sum`, into a row of sums, (rows, warp groups, warps)."""
+    found = gl.sum(gl.sum(by_thread, 2), 1)
+    warps = gl.arange(0, WARPS, layout=found.type.layout)
+    gl.store(sums + (row.to(gl.int64) * GROUPS + GROUP) * WARPS + warps, found)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "padded_len", "sequences"])
