@@ -123,7 +123,7 @@ def test_packed_sequences(lens, kv_lens, causal, head_dim):
         assert error <= 4e-3 * exact.norm()
 
 
-@pytest.mark.parametrize(("head_dim", "page"), [(64, 16), (64, 128), (96, 32), (128, 16), (128, 64), (256, 16), (256, 64)])  # fmt: skip
+@pytest.mark.parametrize(("head_dim", "page"), [(64, 16), (64, 128), (64, 1024), (96, 32), (128, 16), (128, 64), (128, 256), (192, 256), (256, 16), (256, 64), (256, 128)])  # fmt: skip
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (150, 0)])
 def test_packed_sequences_over_pages(window, page, head_dim):
     """In any order, between pages of NaN, and with numbers behind the lengths that no page has."""

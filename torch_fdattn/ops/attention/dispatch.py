@@ -74,7 +74,7 @@ def _fits_hopper_backward(
 _BOTH = ("forward", "backward")
 TABLE = (
     Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed", "pages")),
-        "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; pages of 16, 32, 64 or 128", _fits_hopper),
+        "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; pages of 16, 32, 64 or multiples of 128 (64 above head dim 128)", _fits_hopper),
     Row("hopper", ("backward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed")),
         "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; packed sequences up to head dim 128; gradients of sinks, and of slopes up to head dim 128, not packed, without a softcap", _fits_hopper_backward),
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),

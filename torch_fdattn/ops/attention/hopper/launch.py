@@ -19,12 +19,14 @@ from torch_fdattn.ops.packed import Packed, key_capacity
 #: That the kernel computes with (`padded`).
 HEAD_DIMS = (64, 128, 192, 256)
 #: A stride of whole 16 bytes.
-_SOME = 128
+_ANY_STRIDE = 128
 _HALF = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _DTYPES = {**_HALF, torch.float8_e4m3fn: gl.float8e4nv, torch.float32: gl.float32}
 #: Keys and values of a section of heads, which its tiles read repeatedly. An H100's L2 has 50 MB, of which each half of
 #: the SMs has its own copies. 16 MB: 1 % faster than 32 in the middle of nine cases, 8 as fast, but 4 % slower at 4k causal.
 _SECTION_BYTES = 16 << 20
+#: Above it a capped score, cap − 2 · cap / (e^2x + 1), has an error of more than 2e-4.
+_LARGEST_CAP = 1e3
 #: Below it, hidden scores and capped ones would leave float32's range before they are scaled.
 _LEAST_SCALE = 1e-30
 
@@ -57,14 +59,17 @@ def _has_what_is_asked(q: Tensor, v: Tensor, options: AttentionOptions) -> bool:
         and _LEAST_SCALE < options.scale < float("inf")
         and (
             options.scores.softcap == 0.0
-            or _LEAST_SCALE < options.scores.softcap / options.scale < float("inf")
+            or (
+                options.scores.softcap <= _LARGEST_CAP
+                and _LEAST_SCALE < options.scores.softcap / options.scale < float("inf")
+            )
         )
     )
 
 
 def _takes_pages(page: int, head_dim: int) -> bool:
-    """Whether whole pages make a block of keys, of not too many copies."""
-    return page in (16, 32, 64, 128) and page <= keys_of_a_block(head_dim)
+    """Whether whole pages make a block of keys, of not too many copies, or whole blocks a page."""
+    return page in (16, 32, 64) or page % keys_of_a_block(head_dim) == 0
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -127,7 +132,8 @@ def forward_launch(
     if packed is not None and packed.page_table is not None:
         table = packed.page_table
         # In shared memory 64 columns of a block's rows lie together.
-        block, pages, begins = [1, 1, k.shape[2], 64], (table, *table.stride()), (begins[0], None)
+        block = [1, 1, min(k.shape[2], keys), 64]
+        pages, begins = (table, *table.stride()), (begins[0], None)
     own, columns = [1, 1, ROWS.value, dim], [1, 1, dim, keys]
     return Launch(
         attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
@@ -161,9 +167,9 @@ def described(x: Tensor, block: list[int]) -> TensorDescriptor:
 
 def _steps(x: Tensor) -> list[int]:
     """Strides, where that of a dim of one entry, which says nothing, is one that a descriptor takes."""
-    return [step if n > 1 else _SOME for n, step in zip(x.shape[:3], x.stride(), strict=False)] + [
-        x.stride(3)
-    ]
+    return [
+        step if n > 1 else _ANY_STRIDE for n, step in zip(x.shape[:3], x.stride(), strict=False)
+    ] + [x.stride(3)]
 
 
 def is_describable(x: Tensor) -> bool:

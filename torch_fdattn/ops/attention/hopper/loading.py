@@ -35,7 +35,8 @@ def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_s
             first_key = tile.keys.first + (tile.end - 1 - i) * call.KEYS
             head = tile.head // call.group
             if table is not None:
-                here = (_pages(table, table_step, first_key, k_blocks, call), head, gl.to_tensor(0))
+                pages, first = _pages(table, table_step, first_key, k_blocks, call)
+                here = pages, head, first
             else:
                 here = ((tile.batch,), head, first_key)
             _load_keys(slots, k_blocks, here, step)
@@ -78,16 +79,23 @@ def _no_pages(blocks, call):
 
 @gluon.jit
 def _pages(table, table_step, first_key, blocks, call):
-    """The pages of a block of keys; copies from pages that are none bring zeros."""
+    """The pages of a block of keys, one for each copy, and where in them these begin; copies from pages that are none bring
+    zeros."""
     PAGE: gl.constexpr = blocks.block_type.shape[2]
+    if PAGE == call.KEYS:  # or a part of a page
+        size = blocks.shape[2].to(gl.int32)
+        first = first_key % size
+    else:
+        size: gl.constexpr = PAGE
+        first = gl.to_tensor(0)
     pages = ()
     for i in gl.static_range(call.KEYS // PAGE):
-        entry = first_key // PAGE + i
+        entry = first_key // size + i
         page = gl.load(
-            table + entry.to(gl.int64) * table_step, mask=entry * PAGE < call.capacity, other=-1
+            table + entry.to(gl.int64) * table_step, mask=entry * size < call.capacity, other=-1
         )
         pages = pages + (gl.minimum(gl.maximum(page.to(gl.int64), -1), _FAR).to(gl.int32),)  # noqa: RUF005
-    return pages
+    return pages, first
 
 
 @gluon.jit
