@@ -18,7 +18,7 @@ from .results import Recorder
 from .runner import DTYPES, Run, chosen_cases, generator
 from .shapes import AttentionCase
 
-OURS, BF16, FA3 = "fdattn_fp8", "fdattn", "fa3_fp8"  # the names in the results
+OURS, BF16, FA3 = "fdattn/fp8", "fdattn", "fa3_fp8"  # the names in the results
 
 
 def run(options: argparse.Namespace, ranks: Ranks, recorder: Recorder) -> bool:

@@ -31,7 +31,7 @@ ROW_KEYS = ("case", "impl", "metric", "value", "unit")
 NO_GPU = "none"  # meta.gpu of what was compiled only
 STOPPED = "the run was stopped before this case's end"
 #: What implementations were called when older files were measured, by what they are called now.
-RENAMED = {"fdattn/gemm_epilogue": "fdattn/gemm_all_reduce"}
+RENAMED = {"fdattn/gemm_epilogue": "fdattn/gemm_all_reduce", "fdattn_fp8": "fdattn/fp8"}
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = Path(__file__).resolve().parent / "results"

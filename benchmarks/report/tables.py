@@ -19,9 +19,14 @@ from .baselines import TOLERANCE, checks
 ON_A_CPU = "Measured on a CPU: shows that the machinery runs, is not a result."
 Values = dict[str, dict[str, float]]  # case → impl → value
 PERCENT = "%"
+#: Ours in fp8: what fp8 peers are compared with; `fdattn` of the same file, in bf16, is another of ours.
+FP8 = "fdattn/fp8"
+#: Errors that the published tables have beside the speeds.
+PUBLISHED_ERRORS = ("rel_err",)
 #: Ours without lengths, and the peers that know none: these are compared with the same call.
 FULL, KNOW_NO_LENGTHS = "fdattn/full", ("cudnn", "fa2")
 RATIO_NOTE = "(n×): how many times faster ours is than that one; **bold** where a peer is faster than ours (ties and floors are not bold)."
+FP8_NOTE = f"Ours is `{FP8}` here; `fdattn`, in bf16, is another of ours. Errors in fp8 are of the quantised inputs."
 FULL_NOTE = f"`{FULL}` is given no lengths; {' and '.join(KNOW_NO_LENGTHS)}, which know none, are compared with it."
 
 
@@ -35,9 +40,9 @@ def values_of(results: Results, metric: str) -> Values:
 
 
 def ours(implementations: Iterable[str]) -> str | None:
-    """What ratios are formed for: `fdattn`, else its strategy `auto`, else its first."""
+    """What ratios are formed for: fp8's `fdattn/fp8`, else `fdattn`, else its strategy `auto`, else its first."""
     own = [name for name in implementations if is_ours(name) and name != FULL]
-    for name in ("fdattn", "fdattn/auto"):
+    for name in (FP8, "fdattn", "fdattn/auto"):
         if name in own:
             return name
     return own[0] if own else None
@@ -96,7 +101,8 @@ def sections(results: Results, speeds_only: bool = False) -> Iterator[str | Tabl
     """What there is to say of a file: every metric, spreads, the check against baselines, what has no figure."""
     for metric in METRICS.values():
         values = values_of(results, metric.name)
-        if values and (metric.higher is not None or not speeds_only):
+        published = metric.higher is not None or metric.name in PUBLISHED_ERRORS
+        if values and (published or not speeds_only):
             columns, cells = metric_cells(metric, values)
             rows = [[case, *found] for case, found in cells]
             level = 4 if speeds_only else 3
@@ -113,7 +119,7 @@ def render(results: Results) -> str:
 
 
 def render_summary(results: Results) -> str:
-    """The speeds alone, one level of headings lower, for docs/performance.md."""
+    """The speeds, and errors of PUBLISHED_ERRORS, one level of headings lower, for docs/performance.md."""
     return join(heading(results), *sections(results, speeds_only=True))
 
 
@@ -129,6 +135,8 @@ def heading(results: Results, note: str = RATIO_NOTE) -> str:
     lines = [f"{where}, {versions_of(results)}", "", f"`{meta['command']}`"]
     if note and any(row.impl == FULL for row in results.rows):
         note = f"{note} {FULL_NOTE}"
+    if note and any(row.impl == FP8 for row in results.rows):
+        note = f"{note} {FP8_NOTE}"
     lines += ["", note] if note else []
     lines += ["", f"**{ON_A_CPU}**"] if meta["gpu"] == "cpu" else []
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.metrics import METRICS, metric_named
 from benchmarks.report.baselines import checks
-from benchmarks.report.tables import ours, ratios, render
+from benchmarks.report.tables import ours, peer_ratios, ratios, render, render_summary
 from benchmarks.results import Recorder, Results
 
 from .test_results import META
@@ -66,6 +66,21 @@ def test_peers_without_lengths_are_compared_with_ours_without() -> None:
     assert f"| {DECODE} | 12.0 | 10.0 | 11.0 (1.10×) | 15.0 (1.25×) |" in text
     assert "`fdattn/full` is given no lengths" in text
     assert "`fdattn/full`" not in render(by_hand())
+
+
+def test_fp8_is_compared_with_fp8() -> None:
+    """bf16 of ours is no peer, whichever is faster; older files have another name; errors are published."""
+    rates = ("fdattn_fp8", 500.0), ("fdattn", 625.0), ("fa3_fp8", 800.0)
+    made = results([(PREFILL, impl, "fwd_TFLOPs", value) for impl, value in rates])
+    made.rows += results([(PREFILL, "fdattn_fp8", "rel_err", 0.02)]).rows
+    assert ratios(made, "fwd_TFLOPs")[PREFILL] == pytest.approx({"fdattn": 0.8, "fa3_fp8": 0.625})
+    assert peer_ratios(made, "fwd_TFLOPs")[PREFILL] == pytest.approx({"fa3_fp8": 0.625})
+    text = render_summary(made)
+    assert "| case | fdattn/fp8 | fdattn | fa3_fp8 |" in text
+    assert f"| {PREFILL} | 500 | 625 (0.80×) | 800 (**0.62×**) |" in text
+    assert "Ours is `fdattn/fp8` here" in text
+    assert f"| {PREFILL} | 2.0e-02 |" in text
+    assert "e-02" not in render_summary(by_hand())  # max_abs_err
 
 
 def test_many_cases_without_a_figure_are_counted() -> None:

@@ -199,7 +199,7 @@ def test_packed_backwards(head_dim, tokens, sequences, kernel, monkeypatch) -> N
     ("head_dim", "softcap", "is_packed", "wanted", "kernel"),
     [
         (128, 0.0, False, "sinks", "hopper"), (256, 0.0, False, "sinks", "hopper"), (64, 30.0, True, "sinks", "hopper"),
-        (128, 0.0, False, "alibi_slopes", "hopper"), (256, 0.0, False, "alibi_slopes", "triton"),
+        (128, 0.0, False, "alibi_slopes", "hopper"), (256, 0.0, False, "alibi_slopes", "hopper"),
         (128, 30.0, False, "alibi_slopes", "triton"), (64, 0.0, True, "alibi_slopes", "triton"),
     ],
 )  # fmt: skip

@@ -83,14 +83,13 @@ def test_lengths_beyond_which_is_nan(head_dim, causal):
 
 @pytest.mark.parametrize("feature", ["softcap", "ALiBi", "sinks"])
 def test_changed_scores(feature):
-    """By whichever of the two ways."""
     inputs = quantised((2, 4, 300, 128), (2, 2, 700, 128), "cuda")
     options = {
         "softcap": dict(softcap=1.5),
         "ALiBi": dict(alibi_slopes=torch.rand(4, device="cuda") / 8),
         "sinks": dict(sinks=torch.tensor([1.0, -torch.inf, -3.0, 9.0], device="cuda")),
     }[feature]
-    check(torch_fdattn.attention_fp8(*inputs, causal=True, **options), inputs, causal=True, **options)  # fmt: skip
+    check(attend(*inputs, causal=True, **options), inputs, causal=True, **options)
 
 
 def test_scale_of_the_scores():

@@ -3,6 +3,18 @@
 A kernel that can do less than all, or wants some generation, is a row above the portable ones, with what it can
 do as `features`; `op.py` knows how to launch each `kernel`. Tiles within a kernel are `configs.py`'s. docs/attention.md
 shows both (held by `tests/ops/attention/test_dispatch.py`).
+
+What Hopper's rows leave to the portable ones beyond their columns; docs/attention.md has the list for users:
+
+    hopper/launch.py `takes`            head dims up to 32, other than multiples of 8 or than V's; kv_block; scale, or softcap / scale,
+                                        at or below 1e-30; tensors that no descriptor takes: expanded, empty, strides of no whole 16
+                                        bytes; pages of other sizes than 16, 32, 64, 128 or than fit into a block of keys; a dtype of
+                                        results other than the inputs' and float32 (raw ops alone)
+    hopper/backward/launch.py `takes`   packed sequences above head dim 128, or where (sequences + 2) · 128 > max(2 · tokens, 4096)
+    hopper/backward/launch.py `gives`   slopes' gradient with a softcap or of packed sequences
+    `derivative_op.backward_kernel`     dout that no descriptor takes, such as the expanded one of out.sum()
+    here                                all calls while tiles are given by hand or by `autotune`
+    `is_aligned`, at the launch         addresses of q, k, v or dout that are no multiple of 16: no part of a prepared call's key
 """
 
 from __future__ import annotations
@@ -76,7 +88,7 @@ TABLE = (
     Row("hopper", ("forward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed", "pages")),
         "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; pages of 16, 32, 64 or multiples of 128 (64 above head dim 128)", _fits_hopper),
     Row("hopper", ("backward",), frozenset(("sm_90",)), _HALF, 256, frozenset(("causal", "window", "lengths", "positions", "softcap", "ALiBi", "sinks", "packed")),
-        "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; packed sequences up to head dim 128; gradients of sinks, and of slopes up to head dim 128, not packed, without a softcap", _fits_hopper_backward),
+        "Gluon; head dims above 32, K's and V's equal, rows of whole 16 bytes; packed sequences up to head dim 128; gradients of sinks, and of slopes where not packed, without a softcap", _fits_hopper_backward),
     Row("triton", _BOTH, GPUS, (*_HALF, *_SINGLE), 512, FEATURES, "portable kernels, tuned on sm_90 up to 256"),
     Row("triton", _BOTH, frozenset(("interpreter",)), (torch.float16, *_SINGLE), 512, FEATURES,
         "the same kernels, interpreted; bf16 is refused"),
