@@ -26,6 +26,7 @@ from torch_fdattn.testing.expected import (
     expected_varlen,
 )
 from torch_fdattn.testing.feature_cases import FeatureCase, draw_features
+from torch_fdattn.testing.hopper_cases import draw_hopper, draw_hopper_fp8, draw_hopper_varlen
 from torch_fdattn.testing.inputs import LAYOUTS, make_tensor, poison_beyond
 from torch_fdattn.testing.oracle import (
     attention_oracle,
@@ -52,6 +53,9 @@ __all__ = [
     "draw_attention",
     "draw_decode",
     "draw_features",
+    "draw_hopper",
+    "draw_hopper_fp8",
+    "draw_hopper_varlen",
     "draw_merge",
     "draw_serving",
     "draw_varlen",
