@@ -1,18 +1,66 @@
-"""Faults of Hopper's backward. None of them hangs: a barrier that nobody passes would end in a time-out, not in a failure."""
+"""Faults of Hopper's kernels. None of them hangs: a barrier that nobody passes would end in a time-out, not in a failure."""
 
 from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
 from tests.mutants.faults.runs import (
     HOPPER_BACKWARD,
+    HOPPER_FORWARD_ON_GPU,
+    HOPPER_FORWARD_TILES,
+    HOPPER_FP8_ON_GPU,
     HOPPER_ON_GPU,
     HOPPER_PACKED_ON_GPU,
+    HOPPER_PAGES_ON_GPU,
     HOPPER_SLOPES_ON_GPU,
     HOPPER_TILES,
 )
 
-_BACKWARD = "torch_fdattn/ops/attention/hopper/backward"
+_FORWARD = "torch_fdattn/ops/attention/hopper"
+_BACKWARD = f"{_FORWARD}/backward"
+_OF_FORWARD = (
+    Fault(
+        "products with values that have not landed", f"{_FORWARD}/kernel.py",
+        "changes.BIAS_FIRST)\n    slots.wait_for_values(step)", "changes.BIAS_FIRST)", HOPPER_FORWARD_ON_GPU,
+    ),
+    Fault(
+        "values beyond a length left as they are", f"{_FORWARD}/kernel.py",
+        "if inside < KEYS:", "if inside < -KEYS:", HOPPER_FORWARD_ON_GPU,
+    ),
+    Fault(
+        "each query's last key hidden from the forward", f"{_FORWARD}/rows.py",
+        "gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1)", "gl.expand_dims(keys, 0) < gl.expand_dims(last, 1)",
+        HOPPER_FORWARD_ON_GPU,
+    ),
+    Fault(
+        "values of the block of keys of the same step", f"{_FORWARD}/loading.py",
+        "_load_values(slots, v_blocks, corners_of_values, step, True)", "_load_values(slots, v_blocks, here, step, True)",
+        HOPPER_FORWARD_ON_GPU,
+    ),
+    Fault(
+        "pages of the first sequence", f"{_FORWARD}/loading.py",
+        "table += tile.sequence.to(gl.int64) * table_stride", "table += tile.batch.to(gl.int64) * table_stride",
+        HOPPER_PAGES_ON_GPU,
+    ),
+    Fault(
+        "the scale of keys of another head", f"{_FORWARD}/scores.py",
+        "gl.load(self.k_scales + head // call.group)", "gl.load(self.k_scales + head % call.group)", HOPPER_FP8_ON_GPU,
+    ),
+    Fault(
+        "transposed values in the order of keys", f"{_FORWARD}/fp8.py",
+        "place // 2 % 2 * 8 + place // 4 % 4 * 2", "place // 8 % 2 * 8 + place // 2 % 4 * 2", HOPPER_FP8_ON_GPU,
+    ),
+    Fault(
+        "a tile's last keys that it leaves out", f"{_FORWARD}/tiles.py",
+        "offset + last + call.right + 1", "offset + last + call.right", HOPPER_FORWARD_TILES,
+    ),
+    Fault(
+        "a block unhidden that some row does not see", f"{_FORWARD}/kernel.py",
+        "gl.maximum(row + ROWS - 1 + tile.offset - call.left, 0)", "gl.maximum(row + tile.offset - call.left, 0)",
+        HOPPER_FORWARD_TILES,
+    ),
+)  # fmt: skip
 FAULTS = (
+    *_OF_FORWARD,
     Fault(
         "a ring of barriers that no warp uses", f"{_BACKWARD}/one_gradient_slots.py",
         "has_other_rows = has_rows", "has_other_rows = ring(1, GROUPS)", HOPPER_BACKWARD,
@@ -84,6 +132,6 @@ FAULTS = (
     ),
     Fault(
         "slopes' gradients by KV heads", f"{_BACKWARD}/kernel.py",
-        "(tile.sequence * heads + head)", "(tile.sequence * heads + tile.kv_head)", HOPPER_SLOPES_ON_GPU,
+        "call.group + first_head + member)", "call.group + tile.kv_head)", HOPPER_SLOPES_ON_GPU,
     ),
 )  # fmt: skip

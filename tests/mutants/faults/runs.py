@@ -24,6 +24,27 @@ HOPPER_BACKWARD = Tests(
 HOPPER_TILES = Tests(
     "tiles of Hopper's backward", (f"{_OPS}/attention/test_hopper_backward_tiles.py",)
 )
+HOPPER_FORWARD_TILES = Tests(
+    "tiles of Hopper's forward", (f"{_OPS}/attention/test_hopper_tiles.py",)
+)
+HOPPER_FORWARD_ON_GPU = Tests(
+    "Hopper's forward on a GPU",
+    (f"{_OPS}/attention/test_hopper.py",),
+    keyword="test_against_the_oracle or test_lengths_beyond_which_is_nan",
+    needs_sm_90=True,
+)
+HOPPER_PAGES_ON_GPU = Tests(
+    "Hopper's forward over pages on a GPU",
+    (f"{_OPS}/attention/test_hopper.py",),
+    keyword="test_packed_sequences_over_pages",
+    needs_sm_90=True,
+)
+HOPPER_FP8_ON_GPU = Tests(
+    "Hopper's products in float8 on a GPU",
+    (f"{_OPS}/attention_fp8/test_hopper.py",),
+    keyword="test_against_the_oracle or test_groups_and_scales_of_heads",
+    needs_sm_90=True,
+)
 HOPPER_ON_GPU = Tests(
     "Hopper's backward on a GPU",
     (
