@@ -64,6 +64,8 @@ def draw_hopper_varlen(seed: int) -> VarlenCase:
     longest = max(q_lens), max(kv_sizes)
     mask = _mask(rng, batch, max(1, longest[0]), max(2, longest[1]), head_dim)
     if page:
+        if rng.random() < 0.5:  # which leaves pages behind
+            mask["window"] = rng.randint(0, 300), -1 if mask["causal"] else rng.choice((-1, 0, 100))
         # Every sequence has the table's full capacity, some without lengths, too.
         if rng.random() < 0.7:
             given = mask.get("kv_lens", kv_sizes)
