@@ -140,7 +140,7 @@ def test_compiles_for_pages(page, head_dim):
     options = AttentionOptions(Mask(meta(4, **INT), window_right=0), 1.0)
     packed = Packed(meta(5, **INT), None, meta(4, 100, **INT))
     made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
-    checked(Launch(made.kernel, made.arguments, made.options), head_dim, most=104)
+    checked(Launch(made.kernel, made.arguments, made.options), head_dim, most=136)
 
 
 def test_rows_that_results_cannot_have():

@@ -63,7 +63,8 @@ def attention_forward_kernel(
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
     changes = TileScores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head, BIAS_FIRST)  # fmt: skip
     Q_SLOTS: gl.constexpr = GROUPS if PARTS * D > 128 else 2 * GROUPS
-    slots = slots_of(q_blocks, v_blocks, Q_SLOTS, KEYS, PARTS)
+    PAGE: gl.constexpr = 0 if page_table is None else k_blocks.block_type.shape[2]
+    slots = slots_of(q_blocks, v_blocks, Q_SLOTS, KEYS, PARTS, PAGE)
     if out_blocks.dtype == gl.float32 or (
         PARTS * D > 128 and q_blocks.dtype == out_blocks.dtype
     ):  # stored from registers
@@ -102,9 +103,10 @@ def _multiply(
     slots.has_keys.wait_full(place_of(step, SLOTS), tile.end > 0)
     scores = warpgroup_mma_wait(0, deps=(_scores(q, slots, step, SCORES),))
     while tile.end > 0:
+        missing = slots.missing_of(step, _ONE_OF_GROUP)
         slots.has_keys.release(place_of(step, SLOTS))
         scale = changes.scale_of(tile, call)
-        acc, p, top, sums = _attend(q, scores, tile, step, slots, call, changes, scale, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
+        acc, p, top, sums = _attend(q, scores, missing, tile, step, slots, call, changes, scale, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
 
         # A step of two tiles: PV of this one's last block, and QK of the next one's first.
         step += tile.end - tile.begin
@@ -167,12 +169,12 @@ def _queries(slots, own, needed, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.conste
 
 @gluon.jit
 def _attend(
-    q, scores, tile, step, slots, call, changes, scale, SCORES: gl.constexpr, OUT: gl.constexpr,
+    q, scores, missing, tile, step, slots, call, changes, scale, SCORES: gl.constexpr, OUT: gl.constexpr,
     RAGGED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """All of a tile but PV of its last block: its blocks of keys from right to left.
 
-    scores: of the first one. Returns the sums of weighted values, the weights of the last block, rows' maxima, and what
+    scores, missing: of the first one. Returns the sums of weighted values, the weights of the last block, rows' maxima, and what
     each thread has summed of the weights.
     """
     KEYS: gl.constexpr = call.KEYS
@@ -182,7 +184,7 @@ def _attend(
     row = tile.row + GROUP * ROWS
     scores = changes.change(scores, scale, slope, row + tile.offset, (tile.end - 1) * KEYS)
     if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:
-        scores = hide(scores, tile, row, tile.end - 1, call, SCORES)
+        scores = hide(scores, tile, row, tile.end - 1, missing, call, slots.PAGE, SCORES)
     top = row_max(scores, KEYS, EACH_ROW)
     subtracted = _finite(top) * unit - changes.LOG2_OF_LARGEST
     weights = gl.exp2(scores * unit - as_column(subtracted, scores))
@@ -295,10 +297,11 @@ def _step(
     # Waits for QK alone.
     waited = _wait_for(slots.PARTS, p, (scores,) + acc)  # noqa: RUF005
     scores, acc = waited[0], waited[1:]
+    missing = slots.missing_of(step, _ONE_OF_GROUP)
     slots.release_keys(step)
     scores = changes.changed(scores, scale, slope, position, block * KEYS)
-    if (call.HAS_LEFT or call.HAS_RIGHT) and hidden:
-        scores = hide(scores, tile, row, block, call, SCORES)
+    if (call.HAS_LEFT or call.HAS_RIGHT or slots.PAGE > 0) and (hidden | (missing != 0)):
+        scores = hide(scores, tile, row, block, missing, call, slots.PAGE, SCORES)
     new_top = gl.maximum(top, row_max(scores, KEYS, EACH_ROW))
     highest = _finite(new_top) * unit
     shrink = gl.exp2(top * unit - highest)

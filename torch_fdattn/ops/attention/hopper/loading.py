@@ -35,11 +35,12 @@ def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_s
             first_key = tile.keys.first + (tile.end - 1 - i) * call.KEYS
             head = tile.head // call.group
             if table is not None:
-                pages, first = _pages(table, table_step, first_key, k_blocks, call)
+                pages, first, missing = _pages(table, table_step, first_key, tile, k_blocks, call)
                 here = pages, head, first
             else:
                 here = ((tile.batch,), head, first_key)
-            _load_keys(slots, k_blocks, here, step)
+                missing = gl.to_tensor(0)
+            _load_keys(slots, k_blocks, here, missing, step)
             if step > 0:
                 _load_values(slots, v_blocks, corners_of_values, step, True)
             # After the last values of the tile before, without which no queries are released.
@@ -78,9 +79,11 @@ def _no_pages(blocks, call):
 
 
 @gluon.jit
-def _pages(table, table_step, first_key, blocks, call):
-    """The pages of a block of keys, one for each copy, and where in them these begin; copies from pages that are none bring
-    zeros."""
+def _pages(table, table_step, first_key, tile, blocks, call):
+    """The pages of a block of keys, one for each copy, where in them these begin, and a bit for each that is none.
+
+    Copies from pages that are none bring zeros. Entries of pages that the window has left behind may be anything: none, too.
+    """
     PAGE: gl.constexpr = blocks.block_type.shape[2]
     if PAGE == call.KEYS:  # or a part of a page
         size = blocks.shape[2].to(gl.int32)
@@ -88,14 +91,19 @@ def _pages(table, table_step, first_key, blocks, call):
     else:
         size: gl.constexpr = PAGE
         first = gl.to_tensor(0)
+    seen_from = gl.to_tensor(0)
+    if call.HAS_LEFT:
+        seen_from = gl.maximum(tile.row + tile.offset - call.left, 0)
     pages = ()
+    missing = gl.to_tensor(0)
     for i in gl.static_range(call.KEYS // PAGE):
         entry = first_key // size + i
-        page = gl.load(
-            table + entry.to(gl.int64) * table_step, mask=entry * size < call.capacity, other=-1
-        )
-        pages = pages + (gl.minimum(gl.maximum(page.to(gl.int64), -1), _FAR).to(gl.int32),)  # noqa: RUF005
-    return pages, first
+        needed = (entry * size < call.capacity) & ((entry + 1) * size > seen_from)
+        page = gl.load(table + entry.to(gl.int64) * table_step, mask=needed, other=-1).to(gl.int64)
+        is_page = (page >= 0) & (page < blocks.shape[0])
+        missing |= gl.where(is_page, 0, 1 << i)
+        pages = pages + (gl.where(is_page, page, _FAR).to(gl.int32),)  # noqa: RUF005
+    return pages, first, missing
 
 
 @gluon.jit
@@ -121,11 +129,13 @@ def _fill(ring, blocks, corners, buffers, slot, place, PARTS: gl.constexpr, TRAN
 
 
 @gluon.jit
-def _load_keys(slots, k_blocks, corners, step):
+def _load_keys(slots, k_blocks, corners, missing, step):
     """Of a step that has keys: of the whole step, where its values lie beside them."""
     BYTES: gl.constexpr = slots.BYTES
     place = place_of(step, SLOTS)
     slots.has_keys.wait_empty(place)
+    if slots.PAGE > 0:
+        slots.missing.index(place.slot).store(gl.full([1], missing, gl.int32, _ONE))
     if slots.TOGETHER:
         slots.has_keys.expect(place, BYTES, step == 0)
         slots.has_keys.expect(place, 2 * BYTES, step > 0)

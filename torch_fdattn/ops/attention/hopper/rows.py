@@ -98,8 +98,8 @@ def as_operand(weights, dtype: gl.constexpr, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def hide(scores, tile, row, block, call, LAYOUT: gl.constexpr):
-    """-inf where a row, from `row` on, does not see a key of the block."""
+def hide(scores, tile, row, block, missing, call, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
+    """-inf where a row, from `row` on, does not see a key of the block; missing: a bit for each PAGE keys that are none."""
     keys = block * call.KEYS + gl.arange(0, call.KEYS, layout=gl.SliceLayout(0, LAYOUT))
     rows = row + tile.offset + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     last = gl.full_like(rows, 0) + (tile.keys.length - 1)
@@ -108,6 +108,9 @@ def hide(scores, tile, row, block, call, LAYOUT: gl.constexpr):
     seen = gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1)
     if call.HAS_LEFT:
         seen = seen & (gl.expand_dims(keys, 0) >= gl.expand_dims(rows - call.left, 1))
+    if PAGE > 0:
+        page = gl.arange(0, call.KEYS, layout=gl.SliceLayout(0, LAYOUT)) // PAGE
+        seen = seen & gl.expand_dims((missing >> page) & 1 == 0, 0)
     return gl.where(seen, scores, MINUS_INFINITY)
 
 

@@ -30,6 +30,8 @@ class Slots:
     has_queries: Ring
     has_keys: Ring
     has_values: Ring  # where TOGETHER: has_keys
+    missing: gl.shared_memory_descriptor  # of a block on pages: a bit for each that is no page
+    PAGE: gl.constexpr  # keys that such a bit stands for; 0: not on pages
     Q_SLOTS: gl.constexpr
     PARTS: gl.constexpr  # of columns, each a buffer
     TOGETHER: gl.constexpr
@@ -38,7 +40,7 @@ class Slots:
 
     @gluon.constexpr_function
     def __init__(
-        self, tiles, q, k, v, has_tile, has_queries, has_keys, has_values, Q_SLOTS, PARTS, TOGETHER,
+        self, tiles, q, k, v, has_tile, has_queries, has_keys, has_values, missing, PAGE, Q_SLOTS, PARTS, TOGETHER,
         TRANSPOSED, BYTES,
     ):  # fmt: skip
         self.tiles = tiles
@@ -49,6 +51,8 @@ class Slots:
         self.has_queries = has_queries
         self.has_keys = has_keys
         self.has_values = has_values
+        self.missing = missing
+        self.PAGE = gl.constexpr(PAGE)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.PARTS = gl.constexpr(PARTS)
         self.TOGETHER = gl.constexpr(TOGETHER)
@@ -62,6 +66,14 @@ class Slots:
             return place_of(step, SLOTS)
         else:
             return place_of(step - 1, SLOTS)
+
+    @gluon.jit
+    def missing_of(self, step, LAYOUT: gl.constexpr):
+        """In a step whose keys have landed and are not released; 0 where they lie on no pages."""
+        found = gl.to_tensor(0)
+        if self.PAGE > 0:
+            found = gl.max(self.missing.index(place_of(step, SLOTS).slot).load(LAYOUT), 0)
+        return found
 
     @gluon.jit
     def keys_of(self, step, PART: gl.constexpr):
@@ -102,7 +114,14 @@ class Slots:
 
 
 @gluon.jit
-def slots_of(q_blocks, v_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, PARTS: gl.constexpr):
+def slots_of(
+    q_blocks,
+    v_blocks,
+    Q_SLOTS: gl.constexpr,
+    KEYS: gl.constexpr,
+    PARTS: gl.constexpr,
+    PAGE: gl.constexpr,
+):
     D: gl.constexpr = q_blocks.block_type.shape[3]
     BITS: gl.constexpr = q_blocks.dtype.primitive_bitwidth
     TRANSPOSED: gl.constexpr = BITS == 8
@@ -123,8 +142,11 @@ def slots_of(q_blocks, v_blocks, Q_SLOTS: gl.constexpr, KEYS: gl.constexpr, PART
         has_values = has_keys
     else:
         has_values = ring(SLOTS, GROUPS)
+    missing = tiles
+    if PAGE > 0:
+        missing = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout)
     return Slots(
-        tiles, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values,
+        tiles, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values, missing, PAGE,
         Q_SLOTS, PARTS, TOGETHER, TRANSPOSED, BYTES,
     )  # fmt: skip
 
