@@ -2,6 +2,7 @@
 
 import os
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.compile_only.compiled import compile_launch, nvidia_usage
 from tests.compile_only.launches import Launch, meta
-from tests.compile_only.loops import step_loops
+from tests.compile_only.loops import spilled, step_loops
 from tests.compile_only.targets import ARCHS
 from tests.compile_only.uniform_registers import disassembled
 from tests.compile_only.wgmma_registers import early_writes
@@ -22,6 +23,7 @@ from torch_fdattn.ops.attention.hopper.launch import (
     keys_of_a_block,
     padded,
     takes,
+    takes_fp8,
 )
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed
@@ -39,10 +41,37 @@ MASKS = {
     "lengths": (Mask(meta(2, **INT), window_right=0), 4096, 4096),
     "positions": (Mask(*(meta(2, **INT) for _ in range(3)), window_right=0), 256, 4096),
 }
+PACKED_MASKS = {
+    "full": Mask(),
+    "causal": Mask(window_right=0),
+    "window": Mask(window_left=512, window_right=0),
+    "lengths": Mask(meta(4, **INT), meta(4, **INT), window_right=0),
+}
+#: What changes scores: without a softcap ALiBi's bias of a causal mask comes first.
+CHANGES = ("none", "ALiBi and sinks", "softcap, ALiBi and sinks")
 #: What `make test` compiles: each takes some seconds.
 QUICK = (64, "causal"), (128, "causal"), (256, "lengths")
-#: Bytes a thread that may spill, outside of the loops: numbers of tiles.
-SPILLS = {64: 8, 128: 40, 192: 40, 256: 72}
+#: Bytes a thread that may spill, outside of the loops: numbers of tiles. Of plain calls, and of those with features.
+PLAIN_SPILLS = {64: 0, 128: 0, 192: 0, 256: 16}
+SPILLS = {64: 0, 128: 24, 192: 16, 256: 40}
+#: With pages of so many keys.
+PAGE_SPILLS = {16: 144, 32: 40}
+
+
+def changed(changes: str, sequences: int = 2, sinks: torch.dtype = torch.bfloat16) -> Scores:
+    if changes == "none":
+        return NO_SCORES
+    softcap = 30.0 if "softcap" in changes else 0.0
+    return Scores(softcap, meta(sequences, 8), meta(8, dtype=sinks))
+
+
+def dtype_name(x) -> str | None:
+    """In the names of tests, where pytest numbers dtypes."""
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else None
+
+
+def slow_but(quick: tuple, *cases: tuple) -> list:
+    return [pytest.param(*case, marks=() if case == quick else pytest.mark.slow) for case in cases]
 
 
 def launch_of(
@@ -67,39 +96,38 @@ def launch_of(
     ],
 )
 def test_compiles(head_dim, mask):
-    checked(launch_of(head_dim, mask), head_dim)
+    checked(launch_of(head_dim, mask), head_dim, PLAIN_SPILLS[head_dim])
 
 
-def checked(launch: Launch, head_dim: int, most: int = 0, product: str = "HGMMA") -> str:
-    """The machine code of a launch: on the tensor cores, with few bytes that spill, or so many at most.
+def checked(
+    launch: Launch, head_dim: int, most: int | None = None, instruction: str = "HGMMA"
+) -> str:
+    """The machine code of a launch: on the tensor cores, with at most so many bytes that spill, and none in a step.
 
-    None spill from QK of a step to its last exponential: `WARPGROUP.DEPBAR … 0x1`, 0x3 of three parts, waits for that QK
-    alone.
+    most: None: as many as `SPILLS` has.
+
+    A step's loop, one of each warp group, is looked at from its first instruction to its branch backward.
     """
     compiled = compile_launch(launch, ARCHS["sm_90"])
     assert compiled.metadata.shared <= ARCHS["sm_90"].shared_size
-    assert nvidia_usage(compiled)[1] <= max(SPILLS[head_dim], most)
+    assert nvidia_usage(compiled)[1] <= (SPILLS[head_dim] if most is None else most)
     sass = disassembled(compiled.asm["cubin"])
     assert not early_writes(sass)
-    # The products of a block of keys, 64 rows by 32 bytes of the summed dim each, in each of two warp groups.
-    summed = {"HGMMA": 16, "QGMMA": 32}[product]
-    assert sass.count(product) >= 2 * (head_dim + keys_of_a_block(head_dim)) // summed
-    steps = re.findall(r"gsb0, 0x[13] ;(.*?)gsb0, 0x0 ;", sass, re.DOTALL)
-    assert len(steps) >= 2  # of two warp groups
-    for step in steps:
-        if step.count("MUFU.EX2") > 8:
-            assert not re.search(r"\b(LDL|STL)\b", step)
+    # The products of a block of keys, 64 rows by 32 bytes of the summed dim each; its values are in parts at 192.
+    summed, parts = {"HGMMA": 16, "QGMMA": 32}[instruction], 3 if head_dim == 192 else 1
+    steps, keys = step_loops(sass), keys_of_a_block(head_dim)
+    assert [x.count(instruction) for x in steps] == [(head_dim + parts * keys) // summed] * 2
+    assert all(x.count("MUFU.EX2") >= keys // 2 for x in steps)  # 64 rows by keys, in 128 threads
+    assert not any(spilled(x) for x in steps)
     return sass
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["causal", "lengths", "window"])
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_compiles_with_changed_scores(softcap, mask, head_dim):
-    """ALiBi and sinks at once, and a softcap, without which ALiBi's bias comes first."""
-    scores = Scores(softcap, meta(2, 8), meta(8, dtype=torch.bfloat16))
-    checked(launch_of(head_dim, mask, scores=scores), head_dim)
+@pytest.mark.parametrize("changes", CHANGES[1:])
+def test_compiles_with_changed_scores(changes, mask, head_dim):
+    checked(launch_of(head_dim, mask, scores=changed(changes)), head_dim)
 
 
 def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
@@ -114,33 +142,39 @@ def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
     assert more["FADD"] + more["FMUL"] <= 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
-    "mask",
-    [Mask(), Mask(window_right=0), Mask(meta(4, **INT), meta(4, **INT), window_right=0)],
+    ("changes", "mask", "head_dim"),
+    slow_but(("none", "window", 128), *product(CHANGES, PACKED_MASKS, HEAD_DIMS)),
 )
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_compiles_for_packed_sequences(softcap, mask, head_dim):
+def test_compiles_for_packed_sequences(changes, mask, head_dim):
     q, k = (meta(1, h, 5000, head_dim, dtype=torch.bfloat16) for h in (8, 2))
-    options = AttentionOptions(mask, 1.0, Scores(softcap, meta(4, 8), meta(8)))
+    options = AttentionOptions(PACKED_MASKS[mask], 1.0, changed(changes, 4, torch.float32))
     packed = Packed(meta(5, **INT), meta(5, **INT))
     made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
-    checked(Launch(made.kernel, made.arguments, made.options), head_dim)
+    most = 72 if (mask, head_dim) == ("full", 256) else None
+    checked(Launch(made.kernel, made.arguments, made.options), head_dim, most)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "head_dim"),
-    [(page, dim) for page in (16, 32, 64, 128, 256, 4096) for dim in HEAD_DIMS],
+    ("mask", "changes", "page", "head_dim"),
+    slow_but(
+        ("window", "none", 16, 128),
+        *(
+            (*kind, page, dim)
+            for page in (16, 32, 64, 128, 256, 4096)
+            for dim in HEAD_DIMS
+            for kind in (("causal", "none"), *(product(("window",), CHANGES) if page == 16 else ()))
+        ),
+    ),
 )
-def test_compiles_for_pages(page, head_dim):
+def test_compiles_for_pages(mask, changes, page, head_dim):
     """The loading warp, of 24 registers a thread, spills the numbers of eight pages."""
     q, k = meta(1, 8, 5000, head_dim, dtype=torch.bfloat16), meta(300, 2, page, head_dim, dtype=torch.bfloat16)  # fmt: skip
-    options = AttentionOptions(Mask(meta(4, **INT), window_right=0), 1.0)
+    mask = PACKED_MASKS[mask]._replace(kv_lens=meta(4, **INT))
+    options = AttentionOptions(mask, 1.0, changed(changes, 4))
     packed = Packed(meta(5, **INT), None, meta(4, 100, **INT))
     made = forward_launch(q, k, k, options, q, meta(8, 5000), meta(1, **INT), packed)
-    checked(Launch(made.kernel, made.arguments, made.options), head_dim, most=136)
+    checked(Launch(made.kernel, made.arguments, made.options), head_dim, PAGE_SPILLS.get(page, 16))
 
 
 def test_rows_that_results_cannot_have():
@@ -155,30 +189,32 @@ def test_rows_that_results_cannot_have():
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 96, 160])
 def test_compiles_with_padded_heads(head_dim):
-    checked(launch_of(head_dim, "causal"), padded(head_dim))
+    checked(launch_of(head_dim, "causal"), padded(head_dim), PLAIN_SPILLS[padded(head_dim)])
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "mask"),
-    [
-        pytest.param(head_dim, mask, marks=() if (head_dim, mask) == (128, "full") else pytest.mark.slow)
-        for head_dim in HEAD_DIMS
-        for mask in ("full", "causal", "window", "lengths")
-    ],
-)  # fmt: skip
-def test_compiles_for_fp8(head_dim, mask):
+    ("dtype", "changes", "mask", "head_dim"),
+    slow_but(
+        (torch.bfloat16, "none", "full", 128),
+        *product((torch.bfloat16,), ("none",), ("full", "causal", "window", "lengths"), HEAD_DIMS),
+        *product((torch.float16,), CHANGES, ("causal", "lengths"), HEAD_DIMS),
+    ),
+    ids=dtype_name,
+)
+def test_compiles_for_fp8(dtype, changes, mask, head_dim):
     """Its weights are packed by one instruction for two and one for four, and not unpacked between steps."""
     positions, queries, keys = MASKS[mask]
     q, k = (meta(2, h, n, head_dim, dtype=torch.float8_e4m3fn) for h, n in ((8, queries), (2, keys)))  # fmt: skip
     scales = meta(2, 8), meta(2, 2), meta(2, 2)
-    out = meta(2, 8, queries, head_dim, dtype=torch.bfloat16)
-    options = AttentionOptions(positions, head_dim**-0.5, dtype=torch.bfloat16)
+    out = meta(2, 8, queries, head_dim, dtype=dtype)
+    options = AttentionOptions(positions, head_dim**-0.5, changed(changes), dtype=dtype)
+    assert takes_fp8(q, k, k, options)
     given = q, k, k, *scales, options, out, meta(2, 8, queries), meta(1, **INT)
     transposing, attention = (
         Launch(x.kernel, x.arguments, x.options) for x in fp8_launches(*given)
     )
     compile_launch(transposing, ARCHS["sm_90"])
-    sass = checked(attention, head_dim, product="QGMMA")
+    sass = checked(attention, head_dim, 0, "QGMMA")
     step = max(
         re.findall(r"gsb0, 0x[13] ;(.*?)gsb0, 0x0 ;", sass, re.DOTALL), key=lambda x: x.count("EX2")
     )
@@ -202,12 +238,19 @@ def test_writes_to_registers_of_a_product_are_found():
         assert not early_writes("\n".join((product, wait, move)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_compiles_with_results_in_float32(head_dim):
-    positions, queries, keys = MASKS["positions"]
+@pytest.mark.parametrize(
+    ("changes", "mask", "head_dim"),
+    slow_but(
+        (CHANGES[2], "causal", 256),
+        *product(CHANGES, ("causal", "positions"), HEAD_DIMS),
+    ),
+)
+def test_compiles_with_results_in_float32(changes, mask, head_dim):
+    """What ring attention asks for."""
+    positions, queries, keys = MASKS[mask]
     q, k = (meta(2, h, n, head_dim, dtype=torch.bfloat16) for h, n in ((8, queries), (2, keys)))
-    options = AttentionOptions(positions, 1.0, dtype=torch.float32)
+    options = AttentionOptions(positions, 1.0, changed(changes), dtype=torch.float32)
+    assert takes(q, k, k, options)
     out = meta(2, 8, queries, head_dim)
     made = forward_launch(q, k, k, options, out, meta(2, 8, queries), meta(1, **INT))
     checked(Launch(made.kernel, made.arguments, made.options), head_dim)
@@ -217,7 +260,7 @@ def test_compiles_with_results_in_float32(head_dim):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["causal", "lengths"])
 def test_compiles_in_float16(mask, head_dim):
-    checked(launch_of(head_dim, mask, torch.float16), head_dim)
+    checked(launch_of(head_dim, mask, torch.float16), head_dim, PLAIN_SPILLS[head_dim])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.compile_only.compiled import compile_launch, nvidia_usage
 from tests.compile_only.launches import Launch, meta
 from tests.compile_only.loops import innermost_loops, spilled, step_loops
 from tests.compile_only.targets import ARCHS
-from tests.compile_only.test_hopper import INT, MASKS
+from tests.compile_only.test_hopper import INT, MASKS, dtype_name
 from tests.compile_only.uniform_registers import disassembled
 from tests.compile_only.wgmma_registers import early_writes
 from torch_fdattn.ops.attention.backward import empty_rows
@@ -38,21 +38,23 @@ OLD = triton.__version__.startswith("3.6")
 
 def compiled_launches(
     head_dim: int, mask: str, scores: Scores = NO_SCORES, ordered: bool = False,
-    dtype: torch.dtype = torch.bfloat16, score_grads: Scores = NO_SCORES,
+    dtype: torch.dtype = torch.bfloat16, score_grads: Scores = NO_SCORES, grad_dtype: torch.dtype | None = None,
 ) -> list:  # fmt: skip
+    """grad_dtype: of dQ, dK and dV; None: the inputs'."""
     positions, queries, keys = MASKS[mask]
     q, k, v = (
         meta(2, h, n, head_dim, dtype=dtype) for h, n in ((8, queries), (2, keys), (2, keys))
     )  # fmt: skip
-    options = AttentionOptions(positions, head_dim**-0.5, scores)
+    options = AttentionOptions(positions, head_dim**-0.5, scores, dtype=grad_dtype)
     assert takes(q, k, v, options)
     rows = (meta(2, 8, -(-queries // 128) * 128),) * 2
     state, scratch = (
         (q, None, q, k, v, q, meta(2, 8, queries)),
         (rows, None if ordered else zero_sums(q, rows[0].shape[2])),
     )
+    grads = (torch.empty_like(x, dtype=grad_dtype) for x in (q, k, v))
     made = hopper_backward_launches(
-        *state, options, q, k, v, *scratch, meta(1, **INT), score_grads=score_grads
+        *state, options, *grads, *scratch, meta(1, **INT), score_grads=score_grads
     )
     return [compile_launch(Launch(x.kernel, x.arguments, x.options), ARCHS["sm_90"]) for x in made]
 
@@ -119,6 +121,20 @@ def test_compiles_with_changed_scores(feature, mask, head_dim):
     check_gradient(gradient, 32, 2, head_dim)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("mask", ["causal", "lengths"])
+def test_compiles_with_a_softcap_and_slopes(mask, head_dim):
+    scores = Scores(30.0, meta(2, 8))
+    _, sweep, _ = compiled_launches(head_dim, mask, scores)
+    most = {64: (288, 148), 128: (136, 27)} if OLD else {64: (264, 132), 128: (96, 17)}
+    check_sweep(sweep, head_dim, *most[head_dim])
+    _, sweep, gradient = compiled_launches(head_dim, mask, scores, ordered=True)
+    waits = "00000" if head_dim == 64 else None
+    check_sweep_without_dq(sweep, head_dim, *{64: (264, 146), 128: (112, 34)}[head_dim], waits)
+    check_gradient(gradient, *{64: (32, 4), 128: (0, 0)}[head_dim], head_dim)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "mask"),
     [
@@ -137,10 +153,18 @@ def test_compiles_with_the_gradient_of_slopes(head_dim, mask):
 
 
 @pytest.mark.parametrize(
-    "mask", [pytest.param(mask, marks=() if mask == "causal" else pytest.mark.slow) for mask in MASKS]
-)  # fmt: skip
-def test_compiles_wide_heads(mask):
-    terms, *gradients = compiled_launches(256, mask)
+    ("mask", "dtype"),
+    [
+        pytest.param(*case, marks=() if case == ("causal", torch.bfloat16) else pytest.mark.slow)
+        for case in (
+            *((mask, torch.bfloat16) for mask in MASKS),
+            *((mask, torch.float16) for mask in ("causal", "window", "lengths")),
+        )
+    ],
+    ids=dtype_name,
+)
+def test_compiles_wide_heads(mask, dtype):
+    terms, *gradients = compiled_launches(256, mask, dtype=dtype)
     assert nvidia_usage(terms)[1] == 0
     # Zeros beyond lengths are written in a branch, which spills.
     has_lengths = mask in ("lengths", "positions")
@@ -161,11 +185,13 @@ def test_compiles_wide_heads_with_the_gradient_of_slopes(mask):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "lengths"])
-@pytest.mark.parametrize("feature", ["softcap", "ALiBi"])
+@pytest.mark.parametrize("feature", ["softcap", "ALiBi", "both"])
 def test_compiles_wide_heads_with_changed_scores(feature, mask):
-    scores = Scores(30.0) if feature == "softcap" else Scores(0.0, meta(2, 8))
-    for made in compiled_launches(256, mask, scores)[1:]:
-        check_gradient(made, 216, 46)
+    slopes = None if feature == "softcap" else meta(2, 8)
+    scores = Scores(0.0 if feature == "ALiBi" else 30.0, slopes)
+    limits = ((8, 0), (224, 52), (240, 89)) if feature == "both" else ((216, 46),) * 3
+    for made, most in zip(compiled_launches(256, mask, scores)[1:], limits, strict=True):
+        check_gradient(made, *most)
 
 
 def check_gradient(made, most: int, reloads: int, head_dim: int = 256) -> None:
@@ -183,19 +209,23 @@ def check_gradient(made, most: int, reloads: int, head_dim: int = 256) -> None:
     check_steps(sass, products // 2 - scores, "10" if is_dv else "010", reloads)
 
 
-def packed_launches(head_dim: int, mask: Mask, scores: Scores = NO_SCORES, ordered: bool = False):
+def packed_launches(
+    head_dim: int, mask: Mask, scores: Scores = NO_SCORES, ordered: bool = False,
+    dtype: torch.dtype = torch.bfloat16, grad_dtype: torch.dtype | None = None,
+):  # fmt: skip
     """The sweep, and what makes dQ of its sums, or dQ."""
-    q, k = (by_heads(meta(5000, h, head_dim, dtype=torch.bfloat16)) for h in (8, 2))
+    q, k = (by_heads(meta(5000, h, head_dim, dtype=dtype)) for h in (8, 2))
     packed = Packed(meta(5, **INT), meta(5, **INT))
-    options = AttentionOptions(mask, 1.0, scores)
+    options = AttentionOptions(mask, 1.0, scores, dtype=grad_dtype)
     assert takes(q, k, k, options, packed)
     rows = empty_rows(q, packed)
     padded_len = rows[0].shape[2]
     scratch = rows, None if ordered else zero_sums(q, padded_len), meta(1, **INT)
     state = q, None, q, k, k, q, meta(8, 5000)
+    grads = [by_heads(meta(5000, h, head_dim, dtype=grad_dtype or dtype)) for h in (8, 2, 2)]
     terms, sweep, last = (
         compile_launch(Launch(x.kernel, x.arguments, {**x.options, **x.also}), ARCHS["sm_90"])
-        for x in hopper_backward_launches(*state, options, q, k, k, *scratch, packed)
+        for x in hopper_backward_launches(*state, options, *grads, *scratch, packed)
     )
     assert nvidia_usage(terms)[1] == 0
     assert ordered or nvidia_usage(last)[1] == 0
@@ -203,20 +233,23 @@ def packed_launches(head_dim: int, mask: Mask, scores: Scores = NO_SCORES, order
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "mask"),
+    ("head_dim", "mask", "dtype"),
     [
         pytest.param(
-            head_dim, mask, marks=() if (head_dim, mask.window_right) == (128, 0) else pytest.mark.slow
+            head_dim, mask, dtype,
+            marks=() if (head_dim, mask.window_right, dtype) == (128, 0, torch.bfloat16) else pytest.mark.slow,
         )
         for head_dim in HEAD_DIMS
         for mask in (Mask(), Mask(window_right=0), Mask(window_left=512, window_right=100))
+        for dtype in ((torch.bfloat16, torch.float16) if mask.window_right >= 0 else (torch.bfloat16,))
     ],
+    ids=dtype_name,
 )  # fmt: skip
-def test_compiles_for_packed_sequences(mask, head_dim):
+def test_compiles_for_packed_sequences(dtype, mask, head_dim):
     """What spills are numbers of tiles, and at head dim 64 addresses of rows that become zeros."""
-    sweep, _ = packed_launches(head_dim, mask)
+    sweep, _ = packed_launches(head_dim, mask, dtype=dtype)
     check_sweep(sweep, head_dim, *{64: (320, 39), 128: (96, 0)}[head_dim])
-    sweep, gradient = packed_launches(head_dim, mask, ordered=True)
+    sweep, gradient = packed_launches(head_dim, mask, ordered=True, dtype=dtype)
     check_sweep_without_dq(sweep, head_dim, *{64: (184, 15), 128: (96, 0)}[head_dim])
     check_gradient(gradient, 0, 0, head_dim)
 
@@ -255,6 +288,7 @@ def check_sweep_without_dq(
 ) -> None:
     """As `check_sweep`. A step waits for dP, for dV and dK beside the next scores, and for these."""
     assert nvidia_usage(sweep)[1] <= most
+    assert sweep.metadata.shared <= ARCHS["sm_90"].shared_size
     sass = disassembled(sweep.asm["cubin"])
     assert not early_writes(sass)
     subs = subs_of(head_dim)
