@@ -202,6 +202,21 @@ def test_long_prompts() -> None:
     refused(PLAIN, {"prompt": "a", "n": 300}, 400, "n")
 
 
+@pytest.mark.parametrize("n", [2**31 - 1, 10**30])
+def test_large_n_is_refused_before_anything_is_made(n: int, monkeypatch) -> None:
+    made = []
+    for module in ("chat.Choice", "completions._Choice"):
+        monkeypatch.setattr(f"torch_fdattn.server.{module}", lambda *_: made.append(1) or 1 / 0)
+    for stream in (False, True):
+        error = refused(CHAT, chat(n=n, stream=stream), 400, "n")
+        assert error["message"] == (
+            f"n times the number of prompts must be at most 256, got {n} times 1: ask for fewer in one request"
+        )
+        refused(PLAIN, {"prompt": "a", "n": n, "stream": stream}, 400, "n")
+    refused(PLAIN, {"prompt": ["a"] * 16, "n": 17}, 400, "n")
+    assert made == []
+
+
 def test_templates_without_what_is_asked_for() -> None:
     refused(CHAT, chat(), 400, "messages", FakeEngine(chat_template=None))
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"

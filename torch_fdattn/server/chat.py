@@ -119,6 +119,7 @@ async def make_chat(request: ChatRequest, service: Service) -> ChatAnswer:
     """Checks a request; what is wrong with it is an APIError."""
     service.check_model(request.model)
     check_stream_options(request)
+    service.check_count(request.n)
     conversation = read_conversation(
         service.tokenizer,
         request.messages,

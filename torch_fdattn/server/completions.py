@@ -76,12 +76,7 @@ async def make_completion(request: CompletionRequest, service: Service) -> Compl
     service.check_model(request.model)
     check_stream_options(request)
     prompts = _prompts(request.prompt)
-    # Before any is made into tokens, which takes time.
-    if len(prompts) > service.options.max_sequences:
-        raise APIError(
-            400, f"prompt must hold at most {service.options.max_sequences} prompts, got {len(prompts)}",
-            param="prompt",
-        )  # fmt: skip
+    service.check_count(request.n, len(prompts))
     ids = [
         await service.encode(prompt, name) if isinstance(prompt, str) else prompt
         for name, prompt in prompts.items()

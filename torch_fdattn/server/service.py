@@ -54,6 +54,17 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
+    def check_count(self, n: int | None, num_prompts: int = 1) -> None:
+        """Before anything is made for each of them. An n that is none is refused with the other parameters."""
+        limit = self.options.max_sequences
+        if num_prompts > limit:
+            raise APIError(400, f"prompt must hold at most {limit} prompts, got {num_prompts}", param="prompt")  # fmt: skip
+        if (n or 1) * num_prompts > limit:
+            raise APIError(
+                400, f"n times the number of prompts must be at most {limit}, got {n} times {num_prompts}: "
+                "ask for fewer in one request", param="n",
+            )  # fmt: skip
+
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, made outside of the event loop, which a long text would hold up."""
         try:
@@ -92,11 +103,6 @@ class Service:
         if self.is_draining:
             raise APIError(503, "the server ends and takes no more requests")
         sequences = sum(x.n for x in params)
-        if sequences > self.options.max_sequences:
-            raise APIError(
-                400, f"n times the number of prompts must be at most {self.options.max_sequences}, got "
-                f"{sequences}", param="n",
-            )  # fmt: skip
         if self.num_sequences + sequences > self.options.max_sequences:
             raise APIError(
                 429, f"{self.num_sequences} sequences of at most {self.options.max_sequences} are in progress: "
