@@ -221,9 +221,16 @@ def test_a_seeded_request_draws_the_same_whatever_else_runs(device):
         ({"n": True}, "n must be an int, got True"),
         ({"max_tokens": 0}, "max_tokens must be from 1 to"),
         ({"min_tokens": 17}, "min_tokens must be at most max_tokens, 16, got 17"),
-        ({"temperature": -1}, "temperature must be at least 0, got -1"),
-        ({"temperature": math.nan}, "temperature must be at least 0, got nan"),
-        ({"temperature": math.inf}, "temperature must be at least 0, got inf"),
+        ({"temperature": -1}, "temperature must be at least 0 and finite, got -1"),
+        ({"temperature": math.nan}, "temperature must be at least 0 and finite, got nan"),
+        ({"temperature": math.inf}, "temperature must be at least 0 and finite, got inf"),
+        (
+            {"temperature": 10**400},
+            "temperature must be at least 0 and finite, got an int of 1329 bits",
+        ),
+        ({"temperature": -(10**5000)}, "temperature must be at least 0 and finite, got an int of"),
+        ({"top_p": 10**5000}, "top_p must be above 0 and at most 1, got an int of 16610 bits"),
+        ({"n": 10**5000}, "n must be from 1 to 2147483647, got an int of 16610 bits"),
         ({"temperature": "1"}, "temperature must be a number, got '1'"),
         ({"top_k": -1}, "top_k must be from 0 to"),
         ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
@@ -240,7 +247,7 @@ def test_a_seeded_request_draws_the_same_whatever_else_runs(device):
         ({"json_schema": {}}, "json_schema must be a str or None, got dict"),
         ({"json_schema": "{}", "grammar": "a"}, "grammar must be None where json_schema is given"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
 def test_bad_parameters_are_named(options, message):
     with pytest.raises((ValueError, TypeError), match=message):

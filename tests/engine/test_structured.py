@@ -242,6 +242,20 @@ def test_bad_grammars_are_named(llm):
             "at most 10000, got .* with a multiple of 988027",
         ),
         (
+            {"json_schema": f'{{"multipleOf": {"9" * 4300}}}'},
+            "at most 10000, got an int of 14285 bits with a multiple of an int of 14285 bits",
+        ),
+        (
+            {
+                "json_schema": f'{{"items": [{{"multipleOf": 9999}}, {{"multipleOf": {"8" * 4299 + "7"}}}]}}'
+            },
+            "json_schema must have values of multipleOf whose least common multiple.* at most 10000, got ",
+        ),
+        (
+            {"json_schema": f'{{"multipleOf": {10**400}}}'},
+            "json_schema must be one that llguidance",
+        ),
+        (
             {"grammar": 'start: %json // {}\n{"multipleOf": 9999991}'},
             "grammar must have values of multipleOf",
         ),

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from torch_fdattn.engine.sampling_params import shown
+
 MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_GRAMMAR_CHARACTERS = 1 << 14
 MAX_PATTERN_CHARACTERS = 1 << 12
@@ -39,7 +41,7 @@ def check_schema(name: str, schema: dict) -> None:
         if multiple > MAX_MULTIPLE:
             raise ValueError(
                 f"{name} must have values of multipleOf whose least common multiple, without its zeros at the end and its "
-                f"decimal point, is at most {MAX_MULTIPLE}, got {part['multipleOf']} with a multiple of {multiple}"
+                f"decimal point, is at most {MAX_MULTIPLE}, got {shown(part['multipleOf'])} with a multiple of {shown(multiple)}"
             )
 
 
@@ -84,7 +86,9 @@ def _keys(value: Any) -> list[str]:
 
 def _digits(value: Any) -> int:
     """Of a number without its zeros at the end and its point, which cost nothing; 1 for what is none."""
-    if type(value) not in (int, float) or not math.isfinite(value) or value == 0:
+    if type(value) not in (int, float) or value == 0:
+        return 1
+    if type(value) is float and not math.isfinite(value):  # which fails for large ints
         return 1
     number = Decimal(str(abs(value)))
     return int("".join(map(str, number.as_tuple().digits)).rstrip("0"))

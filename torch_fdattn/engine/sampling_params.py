@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 #: Alternatives that a token's log-probabilities may list.
@@ -89,7 +90,9 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}"
             )
-        _expect_number("temperature", self.temperature, _value(self.temperature) >= 0, "at least 0")
+        _expect_number(
+            "temperature", self.temperature, _value(self.temperature) >= 0, "at least 0 and finite"
+        )
         _expect_int("top_k", self.top_k, 0)
         _expect_number("top_p", self.top_p, 0 < _value(self.top_p) <= 1, "above 0 and at most 1")
         _expect_number("min_p", self.min_p, 0 <= _value(self.min_p) <= 1, "from 0 to 1")
@@ -131,8 +134,8 @@ def _value(value: object) -> float:
 def _expect_number(name: str, value: object, fits: bool, expected: str) -> None:
     if type(value) not in (int, float):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (fits and math.isfinite(value)):
-        raise ValueError(f"{name} must be {expected}, got {value}")
+    if not (fits and abs(value) <= sys.float_info.max):  # isfinite fails for large ints
+        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
 
 
 def _expect_int(
@@ -143,7 +146,14 @@ def _expect_int(
     if type(value) is not int:
         raise TypeError(f"{name} must be an int{' or None' if optional else ''}, got {value!r}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low} to {high}, got {value}")
+        raise ValueError(f"{name} must be from {low} to {high}, got {shown(value)}")
+
+
+def shown(number: float) -> str:
+    """For an error: Python writes no int of more than 4,300 digits, and nobody reads a tenth of that."""
+    if type(number) is int and number.bit_length() > 128:
+        return f"an int of {number.bit_length()} bits"
+    return str(number)
 
 
 def _expect_tuple(name: str, value: object, kind: type) -> None:
