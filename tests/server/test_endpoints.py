@@ -164,6 +164,22 @@ def test_reasoning_and_tool_calls(stream: bool) -> None:
     assert calls == [{"type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call(stream: bool) -> None:
+    text = (
+        r'<tool_call>{"name": "f\ud800", "arguments": {"\udfff": "\ud83d\ude00\ud83d"}}</tool_call>'
+    )
+    engine = FakeEngine(lambda prompt: text)
+    answer = post("/v1/chat/completions", chat("2?", tools=[TOOL], stream=stream), engine)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        deltas = [c["delta"] for x in events(answer) for c in x["choices"]]
+        (call,) = [call for x in deltas for call in x.get("tool_calls", ())]
+    else:
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f?", "arguments": '{"?": "\U0001f600?"}'}
+
+
 def test_a_conversation_with_calls_goes_back_into_the_template() -> None:
     engine = FakeEngine()
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}}  # fmt: skip

@@ -67,6 +67,21 @@ def test_any_cut_gives_the_same(text, options, content, reasoning, num_calls) ->
         assert got[2] == [(i, "f", '{"x": "</think>"}') for i in range(num_calls)]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        '"arguments": {"x": NaN}', '"arguments": {"x": -Infinity}', '"arguments": {"x": [-1e999]}',
+        '"arguments": {}, "x": NaN', f'"arguments": {{"x": {"9" * 5000}}}',
+        f'"arguments": {{"x": {"[" * 5000 + "]" * 5000}}}',
+    ],
+    ids=lambda x: x[:30],
+)  # fmt: skip
+def test_a_call_whose_arguments_are_no_json_is_content(more: str) -> None:
+    text = f'<tool_call>{{"name": "f", {more}}}</tool_call>'
+    content, _, calls = parsed(text, [5, 30], has_tools=True)
+    assert (content, calls) == (text, [])
+
+
 def test_text_is_not_held_back_without_need() -> None:
     parser = ReplyParser(has_reasoning=True, has_tools=True)
     assert [x.value for x in parser.push("Hello")] == ["Hello"]

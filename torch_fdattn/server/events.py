@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from torch_fdattn.server.errors import APIError, internal_error
 
 T = TypeVar("T")
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _CLIENT_GONE = 499  # nginx's number for it: nobody reads it but the metrics
 
 
@@ -49,7 +48,8 @@ async def _disconnected(receive: Receive) -> None:
 async def json_answer(request: Request, work: Coroutine[Any, Any, dict]) -> Response:
     """The JSON that `work` makes."""
     try:
-        return JSONResponse(await until_disconnect(request.receive, work))
+        answer = await until_disconnect(request.receive, work)
+        return Response(_encoded(answer), media_type="application/json")
     except ClientGoneError:
         return Response(status_code=_CLIENT_GONE)
 
@@ -85,7 +85,12 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    return f"data: {_JSON.encode(chunk)}\n\n".encode("utf-8", "replace")
+    return b"data: " + _encoded(chunk) + b"\n\n"
+
+
+def _encoded(value: dict[str, Any]) -> bytes:
+    # A model's JSON may escape half of a surrogate pair, which has no UTF-8.
+    return _JSON.encode(value).encode("utf-8", "replace")
 
 
 class EventStream(Response):

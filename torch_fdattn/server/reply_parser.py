@@ -19,7 +19,7 @@ class Delta(NamedTuple):
 class ReplyParser:
     """Text in, deltas out; what may be the beginning of a tag is held back until it is decided.
 
-    A tool call that is not JSON with a name and arguments, or that is not closed, is content as it stands.
+    A tool call that is not JSON with a name and arguments (as with NaN or 1e999), or that is not closed, is content as it stands.
 
     Args:
         has_reasoning: <think>…</think> at the reply's beginning is reasoning.
@@ -132,15 +132,23 @@ def _overlap(text: str, tag: str) -> int:
 
 def _parse_call(text: str) -> dict[str, Any] | None:
     try:
-        call = json.loads(text)
+        call = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     if not isinstance(arguments := call.get("arguments", {}), dict):
         return None
+    try:  # 1e999 is read as an infinity
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
     return {
         "id": f"call_{uuid.uuid4().hex}",
         "type": "function",
-        "function": {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)},
+        "function": {"name": call["name"], "arguments": arguments},
     }
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"JSON has no {constant}")
