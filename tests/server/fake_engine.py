@@ -38,7 +38,7 @@ class CharacterTokenizer(Tokenizer):
 class FakeLLM:
     def __init__(self, chat_template: str | None, max_model_len: int) -> None:
         self.tokenizer, self.max_model_len = CharacterTokenizer(chat_template), max_model_len
-        self.page_size = FakeEngine.PAGE_SIZE
+        self.page_size, self.vocab_size = FakeEngine.PAGE_SIZE, 0x110000
 
 
 class FakeEngine:
@@ -73,8 +73,8 @@ class FakeEngine:
         self._check_alive()
         if self.raises is not None:
             raise self.raises
-        if not all(0 <= x < 0x110000 for x in prompt):
-            raise ValueError(f"prompt must hold token ids from 0 to {0x10FFFF}")
+        if not all(0 <= x < self.llm.vocab_size for x in prompt):
+            raise ValueError(f"prompt must hold token ids from 0 to {self.llm.vocab_size - 1}")
         self.seen.append((prompt, params))
         self.num_prompt += len(prompt)
         text = self.reply(self.llm.tokenizer.decode(prompt))

@@ -217,6 +217,28 @@ def test_large_n_is_refused_before_anything_is_made(n: int, monkeypatch) -> None
     assert made == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_beyond_the_vocabulary_are_refused_before_any_prompt_starts(stream: bool) -> None:
+    engine = FakeEngine()
+    engine.llm.vocab_size = 200
+    body = {"stream": stream, "max_tokens": 4}
+    for prompt, param in (
+        ([[1], [97], [98, 200]], "prompt[2]"),
+        ([97, -1], "prompt"),
+        (["a", "ä\u0100"], "prompt[1]"),
+    ):
+        error = refused(PLAIN, {"prompt": prompt, **body}, 400, param, engine)
+        assert f"{param} must hold token ids from 0 to 199, got " in error["message"]
+    refused(CHAT, chat("\u0100", **body), 400, "messages", engine)
+    for given in (
+        {"stop_token_ids": [5, 200]},
+        {"stop_token_ids": list(range(200)), "min_tokens": 1},
+    ):
+        refused(PLAIN, {"prompt": ["a", "b"], **body, **given}, 400, "stop_token_ids", engine)
+        refused(CHAT, chat(**body, **given), 400, "stop_token_ids", engine)
+    assert engine.seen == []
+
+
 def test_templates_without_what_is_asked_for() -> None:
     refused(CHAT, chat(), 400, "messages", FakeEngine(chat_template=None))
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"

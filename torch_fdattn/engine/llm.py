@@ -66,6 +66,7 @@ class LLM:
     Attributes:
         model, tokenizer, device: what runs, and where.
         max_model_len: as above.
+        vocab_size: of the model: token ids are below it.
         page_size: tokens of a page; with kv_group of one on each rank together.
         group, num_ranks, rank: the process group of all ranks that make its calls; None, 1 and 0 of one process.
 
@@ -112,6 +113,7 @@ class LLM:
         )  # fmt: skip
         self.model, self.tokenizer = self._runner.model, tokenizer
         self.max_model_len, self.page_size = sizes.max_model_len, sizes.page_size
+        self.vocab_size = self.model.config.vocab_size
         self.group, self.rank = self._runner.group, self._runner.rank
         self.num_ranks, self.device = self._runner.num_ranks, self._runner.rows.device
         self._pool = PagePool(sizes.pages)
@@ -127,7 +129,7 @@ class LLM:
         self._requests: dict[str, Request] = {}
         self._changed: dict[str, Request] = {}
         self._in_flight: LaunchedStep | None = None
-        self._grammars = Grammars(tokenizer, self.model.config.vocab_size)
+        self._grammars = Grammars(tokenizer, self.vocab_size)
         self._eos_ids = frozenset() if tokenizer is None else tokenizer.eos_ids
         self._prompt_tokens = self._generated_tokens = 0
         self._proposed_tokens = self._accepted_tokens = 0
@@ -278,11 +280,10 @@ class LLM:
             raise ValueError(f"request_id must be of no unfinished request, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        tokens = prompt_tokens(prompt, self.tokenizer, self.model.config.vocab_size, name)
+        tokens = prompt_tokens(prompt, self.tokenizer, self.vocab_size, name)
         capacity = self._pool.pages * self.page_size
         max_length = longest_length(tokens, params, self.max_model_len, capacity, name)
-        has_tokenizer = self.tokenizer is not None
-        check_params(params, self.model.config.vocab_size, self._eos_ids, has_tokenizer)
+        check_params(params, self.vocab_size, self._eos_ids, self.tokenizer is not None)
         grammar = self.compile_grammar(params) if grammar is None else grammar
         request = Request(request_id, tokens, params)
         seed = random.getrandbits(63) if params.seed is None else params.seed

@@ -15,6 +15,7 @@ class Model(Protocol):
 
     tokenizer: Tokenizer
     max_model_len: int
+    vocab_size: int
     page_size: int
 
 

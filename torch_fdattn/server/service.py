@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from torch_fdattn.engine.async_llm import EngineDead
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
+from torch_fdattn.engine.prompts import PromptError, check_params, prompt_tokens
 from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.models import MissingExtra
 from torch_fdattn.server.engine_protocol import AsyncEngine
@@ -84,6 +85,10 @@ class Service:
                 400, f"{param} must have at most {limit} tokens, got {len(ids)}: shorten it", param=param,
                 code="context_length_exceeded",
             )  # fmt: skip
+        try:
+            prompt_tokens(ids, None, self.engine.llm.vocab_size, param)
+        except PromptError as error:
+            raise APIError(400, str(error), param=param) from None
 
     async def generate(
         self,
@@ -94,6 +99,8 @@ class Service:
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(index of the prompt, its cumulative output) as they come; closing it ends all of them.
 
+        prompts: each has passed `check_prompt`.
+        params: of each prompt, alike but for max_tokens.
         names: of the request's fields, by the engine's arguments, where they differ.
 
         Raises:
@@ -102,6 +109,11 @@ class Service:
         """
         if self.is_draining:
             raise APIError(503, "the server ends and takes no more requests")
+        try:  # the engine refuses a prompt when it adds it, and others may have begun by then
+            eos_ids = () if self.tokenizer is None else self.tokenizer.eos_ids
+            check_params(params[0], self.engine.llm.vocab_size, eos_ids, self.tokenizer is not None)
+        except ValueError as error:
+            raise field_error(error, names) from None
         sequences = sum(x.n for x in params)
         if self.num_sequences + sequences > self.options.max_sequences:
             raise APIError(
