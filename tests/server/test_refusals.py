@@ -83,6 +83,12 @@ def test_fields_of_both(more: dict, param: str) -> None:
             "messages[0].content[0].image_url",
         ),
         (chat("\ud800"), "messages"),
+        ({"messages": [{"role": "\ud800", "content": "Hi"}]}, "messages[0].role"),
+        (chat(response_format={"type": "\ud800"}), "response_format.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "\ud800", "text": "Hi"}]}]},
+            "messages[0].content[0].type",
+        ),
         (chat(top_logprobs=2), "top_logprobs"),
         (chat(logprobs=True, top_logprobs=-1), "top_logprobs"),
         (chat(logprobs=True, top_logprobs=1000), "top_logprobs"),
@@ -101,6 +107,32 @@ def test_fields_of_both(more: dict, param: str) -> None:
 )  # fmt: skip
 def test_fields_of_a_chat(body: dict, param: str) -> None:
     refused(CHAT, body, 400, param)
+
+
+def test_min_tokens_names_the_limit_that_was_sent() -> None:
+    for body, limit in (
+        (chat(max_completion_tokens=9, min_tokens=10), "max_completion_tokens, 9"),
+        (chat(max_tokens=9, min_tokens=10), "max_tokens, 9"),
+        (chat(min_tokens=5000), "max_tokens, which is 4076 where it is not given"),
+        ({"prompt": "a", "max_tokens": 9, "min_tokens": 10}, "max_tokens, 9"),
+        ({"prompt": "a", "min_tokens": 17}, "max_tokens, which is 16 where it is not given"),
+    ):
+        error = refused(CHAT if "messages" in body else PLAIN, body, 400, "min_tokens")
+        assert error["message"] == f"min_tokens must be at most {limit}, got {body['min_tokens']}"
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a\udfff", "Best", "str", "none", "list[a]", "'"])
+def test_keys_of_any_name_are_named(key: str) -> None:
+    shown = key.encode("utf-8", "backslashreplace").decode()
+    for path, body in ((PLAIN, {"prompt": "a"}), (CHAT, chat())):
+        error = refused(path, {**body, key: 1}, 400, shown)
+        assert error["code"] == "unknown_parameter"
+        refused(path, {**body, "stream_options": {key: 1}}, 400, f"stream_options.{shown}")
+    message = {"role": "user", "content": "Hi", key: 1}
+    refused(CHAT, {"messages": [message]}, 400, f"messages[0].{shown}")
+    part = {"type": "text", "text": "Hi", key: 1}
+    message = {"role": "user", "content": [part]}
+    refused(CHAT, {"messages": [message]}, 400, f"messages[0].content[0].{shown}")
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,19 @@ class APIError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
-        # A message may quote what came: half of a surrogate pair has no UTF-8.
-        message = self.message.encode("utf-8", "replace").decode()
-        param = None if self.param is None else self.param.encode("utf-8", "replace").decode()
+        message, param = (
+            _escaped(self.message),
+            None if self.param is None else _escaped(self.param),
+        )
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _escaped(text: str) -> str:
+    """What an error quotes of a request may have half of a surrogate pair, which has no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def internal_error(error: BaseException) -> APIError:
@@ -83,7 +89,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
-        return validation_error(error.errors()).response()
+        return validation_error(error.errors(), error.body).response()
 
     @app.exception_handler(HTTPException)
     async def of_routing(request: Request, error: HTTPException) -> JSONResponse:
@@ -93,11 +99,12 @@ def install(app: FastAPI) -> None:
         return APIError(error.status_code, message, headers=error.headers).response()
 
 
-def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
+def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
     """One of pydantic's errors, by its field: an unknown field before others, then the first field.
 
     Of a field of several types each has its error; the one that got the furthest says most.
     """
+    errors = [_of_a_key(x, body) for x in errors]
     unknown = [x for x in errors if x["type"] == "extra_forbidden"]
     alike = [x for x in errors if x["loc"][:2] == errors[0]["loc"][:2]]
     first = unknown[0] if unknown else max(alike, key=lambda x: len(x["loc"]))
@@ -111,6 +118,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
             400, f"the body must be JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}"
         )
     if kind == "extra_forbidden":
+        name = param = _key_name(first["loc"])
         return APIError(
             400, f"{name} is no field that this server knows: take it out", param=param,
             code="unknown_parameter",
@@ -121,6 +129,30 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
         return APIError(400, message, param=param, code="missing_required_parameter")
     expected = first["msg"][:1].lower() + first["msg"][1:]
     return APIError(400, f"{name}: {expected}, got {given}", param=param)
+
+
+def _of_a_key(error: Mapping[str, Any], body: Any) -> Mapping[str, Any]:
+    """A key with half of a surrogate pair is unknown like others: pydantic calls it a text that it cannot read, at the
+    place of its object. A value of that kind has the same error at its own place.
+    """
+    if error["type"] != "string_unicode":
+        return error
+    for part in error["loc"][1:]:
+        # Names of a union's members are in no body.
+        if (isinstance(part, int) and isinstance(body, list)) or (
+            isinstance(body, dict) and part in body
+        ):
+            body = body[part]
+    if not isinstance(body, dict):
+        return error
+    return {**error, "type": "extra_forbidden", "loc": (*error["loc"], error["input"])}
+
+
+def _key_name(location: Sequence[str | int]) -> str:
+    """Of an unknown field, which may be called like one of pydantic's types."""
+    *where, key = location
+    name, key = field_name(where), str(key) or "''"
+    return f"{name}.{key}" if name else key
 
 
 def field_name(location: Sequence[str | int]) -> str | None:

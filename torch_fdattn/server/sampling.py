@@ -56,6 +56,7 @@ def _params(request: SamplingFields, more: dict[str, Any], names: dict[str, str]
     if request.stop_token_ids is not None:
         given["stop_token_ids"] = tuple(request.stop_token_ids)
     given = {name: value for name, value in (given | more).items() if value is not None}
+    _check_min_tokens(request, given["max_tokens"], names.get("max_tokens", "max_tokens"))
     try:
         # What OpenAI's API draws by where nothing is said; every other default is the engine's.
         return SamplingParams(**{"temperature": 1.0} | given)
@@ -89,6 +90,15 @@ def _max_tokens(
             param=name, code="context_length_exceeded",
         )  # fmt: skip
     return given
+
+
+def _check_min_tokens(request: SamplingFields, limit: int, name: str) -> None:
+    """As the engine does, whose error would name a field that the client may not have sent."""
+    if request.min_tokens is None or not 1 <= limit < request.min_tokens:
+        return
+    given = getattr(request, name)
+    limit_text = f"{name}, {limit}" if given is not None else f"{name}, which is {limit} where it is not given"  # fmt: skip
+    raise APIError(400, f"min_tokens must be at most {limit_text}, got {request.min_tokens}", param="min_tokens")  # fmt: skip
 
 
 def _json_schema(request: ChatRequest) -> str | None:
