@@ -284,7 +284,7 @@ class LLM:
         has_tokenizer = self.tokenizer is not None
         check_params(params, self.model.config.vocab_size, self._eos_ids, has_tokenizer)
         grammar = self.compile_grammar(params) if grammar is None else grammar
-        request = Request(request_id, tokens, params)
+        request = Request(request_id, tokens, params, self._eos_ids)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             text = None
@@ -303,9 +303,7 @@ class LLM:
         self._prompt_tokens += len(tokens)
 
     def _launch(self, step: ScheduledStep) -> LaunchedStep:
-        return self._runner.launch(
-            step, constraints_of(step, self._eos_ids, self._runner.rows.device)
-        )
+        return self._runner.launch(step, constraints_of(step, self._runner.rows.device))
 
     def _read(self, step: LaunchedStep | None) -> None:
         """Gives drawn tokens to their sequences, of which some end."""
@@ -328,9 +326,7 @@ class LLM:
             sequence, begin, end = chunk.sequence, end, end + len(chunk.draw_positions)
             if sequence.finish_reason is not None:
                 continue  # it had ended before this step was known to be one too many
-            taken = sequence.accept(
-                tokens[begin:end], chunk.proposals, listed[begin:end], self._eos_ids
-            )
+            taken = sequence.accept(tokens[begin:end], chunk.proposals, listed[begin:end])
             self._generated_tokens += taken
             self._proposed_tokens += len(chunk.proposals)
             self._accepted_tokens += taken - 1
