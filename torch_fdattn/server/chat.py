@@ -119,7 +119,7 @@ async def make_chat(request: ChatRequest, service: Service) -> ChatAnswer:
     """Checks a request; what is wrong with it is an APIError."""
     service.check_model(request.model)
     check_stream_options(request)
-    conversation = read_conversation(
+    conversation = await read_conversation(
         service.tokenizer,
         request.messages,
         None if request.tool_choice == "none" else request.tools,
