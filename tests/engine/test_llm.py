@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
 from tests.engine.expected import expect_greedy
-from tests.engine.tiny import PROMPTS, greedy, random_model
+from tests.engine.tiny import PROMPTS, config, greedy, random_model
 from torch_fdattn.engine import LLM, LogitsError, PromptError, SamplingParams
-from torch_fdattn.models import InferenceTransformer
+from torch_fdattn.engine.logprobs import SLICE_TOKENS
+from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.ops import library
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=2)
@@ -138,6 +140,27 @@ def test_prompt_logprobs(model, device):
                     for other, entry in listed.items():
                         assert abs(entry.logprob - float(row[other])) < 1e-3
                         assert entry.rank == int((row > row[other]).sum()) + 1
+
+
+def test_prompt_logprobs_take_logits_in_slices(device, monkeypatch):
+    model = Transformer(dataclasses.replace(config(), max_positions=1024)).to(device)
+    prompt = [(7 * i) % 64 for i in range(600)]
+    llm = engine(model, max_model_len=640)
+    sizes, logits_of = [], llm.model.logits
+
+    def logits(hidden):
+        sizes.append(hidden.shape[0])
+        return logits_of(hidden)
+
+    monkeypatch.setattr(llm.model, "logits", logits)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    (output,) = llm.generate([prompt], params)
+    assert max(sizes) <= SLICE_TOKENS < len(prompt)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt], device=device))[0].log_softmax(-1)
+    assert len(output.prompt_logprobs) == len(prompt)
+    for row, token, listed in zip(expected, prompt[1:], output.prompt_logprobs[1:], strict=False):
+        assert abs(listed[token].logprob - float(row[token])) < 1e-3
 
 
 def test_stop_tokens_and_lengths(model):

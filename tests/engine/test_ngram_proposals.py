@@ -69,9 +69,9 @@ def test_what_a_sequence_takes(drawn, taken, reason):
     sequence.num_computed, sequence.in_flight = 6, 1
     if taken is None:
         with pytest.raises(LogitsError, match="new token 3 of request 'a'"):
-            sequence.accept(drawn, (4, 5, 6), [None] * 4, ())
+            sequence.accept(drawn, (4, 5, 6), [None] * 4)
         return
-    assert sequence.accept(drawn, (4, 5, 6), [None] * 4, ()) == len(taken)
+    assert sequence.accept(drawn, (4, 5, 6), [None] * 4) == len(taken)
     assert sequence.tokens == [1, 2, 3, *taken]
     assert (sequence.finish_reason, sequence.in_flight) == (reason, 0)
     assert sequence.num_computed == len(sequence.tokens) - 1

@@ -13,8 +13,9 @@ from torch_fdattn.engine.random_numbers import hash64, seed_of_completion, unifo
 from torch_fdattn.engine.requests import Request, Sequence
 from torch_fdattn.engine.sampler import Constraints, SampleNeeds, draw, keep_top, penalise, sample
 from torch_fdattn.engine.sampling_params import NO_TOKEN
-from torch_fdattn.engine.scheduler import ScheduledStep
+from torch_fdattn.engine.scheduler import Chunk, ScheduledStep
 from torch_fdattn.engine.sequence_rows import SequenceRows
+from torch_fdattn.engine.step_constraints import constraints_of
 from torch_fdattn.ops.block_sums import block_sums
 
 VOCAB = 50
@@ -241,6 +242,15 @@ def test_a_seeded_request_draws_the_same_whatever_else_runs(device):
         ({"presence_penalty": 2.5}, "presence_penalty must be -2 to 2, got 2.5"),
         ({"stop": "x"}, "stop must be a tuple of str, got 'x'"),
         ({"stop": ("",)}, "stop must hold strings of at least one character"),
+        ({"stop": ("a",) * 65}, "stop must hold at most 64 strings, got 65: leave some out"),
+        (
+            {"stop": ("b", "a" * 1001)},
+            "stop must hold strings of at most 1000 characters, got one of 1001",
+        ),
+        (
+            {"stop_token_ids": (1,) * 1025},
+            "stop_token_ids must hold at most 1024 token ids, got 1025",
+        ),
         ({"stop_token_ids": (1.0,)}, "stop_token_ids must be a tuple of int"),
         ({"ignore_eos": 1}, "ignore_eos must be a bool, got 1"),
         ({"logprobs": 65}, "logprobs must be from 0 to 64, got 65"),
@@ -252,3 +262,21 @@ def test_a_seeded_request_draws_the_same_whatever_else_runs(device):
 def test_bad_parameters_are_named(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SamplingParams(**options)
+
+
+def test_tokens_banned_before_min_tokens_are_listed_once_for_each_request():
+    def request(eos_ids=frozenset({7}), **options):
+        return Request("a", [1], SamplingParams(stop_token_ids=(9, 4), **options), eos_ids)
+
+    assert request().banned_ids == []
+    assert request(min_tokens=2, ignore_eos=True).banned_ids == [4, 9]
+    early = request(min_tokens=2)
+    assert early.banned_ids == [4, 7, 9]
+    assert early.end_ids == {4, 7, 9}
+    sequence = Sequence(early, 0, 0, 8, text=None, matcher=None)
+    step = ScheduledStep([], [Chunk(sequence, 0, 0, 1, samples=True)], [])
+    early.end_ids = None  # not looked at by a draw
+    rows, tokens = constraints_of(step, torch.device("cpu")).banned
+    assert (rows.tolist(), tokens.tolist()) == ([0, 0, 0], [4, 7, 9])
+    later = ScheduledStep([Chunk(sequence, 0, 2, 1, samples=True)], [], [])
+    assert constraints_of(later, torch.device("cpu")).is_empty

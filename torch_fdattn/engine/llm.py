@@ -285,7 +285,7 @@ class LLM:
         max_length = longest_length(tokens, params, self.max_model_len, capacity, name)
         check_params(params, self.vocab_size, self._eos_ids, self.tokenizer is not None)
         grammar = self.compile_grammar(params) if grammar is None else grammar
-        request = Request(request_id, tokens, params)
+        request = Request(request_id, tokens, params, self._eos_ids)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             text = None
@@ -304,9 +304,7 @@ class LLM:
         self._prompt_tokens += len(tokens)
 
     def _launch(self, step: ScheduledStep) -> LaunchedStep:
-        return self._runner.launch(
-            step, constraints_of(step, self._eos_ids, self._runner.rows.device)
-        )
+        return self._runner.launch(step, constraints_of(step, self._runner.rows.device))
 
     def _read(self, step: LaunchedStep | None) -> None:
         """Gives drawn tokens to their sequences, of which some end."""
@@ -329,9 +327,7 @@ class LLM:
             sequence, begin, end = chunk.sequence, end, end + len(chunk.draw_positions)
             if sequence.finish_reason is not None:
                 continue  # it had ended before this step was known to be one too many
-            taken = sequence.accept(
-                tokens[begin:end], chunk.proposals, listed[begin:end], self._eos_ids
-            )
+            taken = sequence.accept(tokens[begin:end], chunk.proposals, listed[begin:end])
             self._generated_tokens += taken
             self._proposed_tokens += len(chunk.proposals)
             self._accepted_tokens += taken - 1

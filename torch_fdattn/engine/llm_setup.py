@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -77,6 +78,11 @@ def make_runner(
             raise ValueError(
                 f"cuda_graph must be None or False where the model is on {weight.device}, got True"
             )
+        longest = config.max_positions if max_model_len is None else max_model_len
+        ranks = 1 if groups.kv is None else rank_and_size(groups.kv)[1]
+        if pages is not None:
+            stored = _longest_row(longest, pages, page_size * ranks)
+            _check_rows(max_num_seqs, stored, page_size * ranks, weight.device)
         graphs = weight.is_cuda if cuda_graph is None else cuda_graph
         _check_prompt_graphs(prompt_graph_tokens, graphs, kv_dtype, groups.kv, batch_invariant)
     groups.check_equal(
@@ -94,13 +100,12 @@ def make_runner(
     )  # fmt: skip
     if groups.kv is not None and strategy in ONE_SIDED:
         expect_mapped(f"strategy {strategy!r}", groups.kv, weight.device)
-    longest = config.max_positions if max_model_len is None else max_model_len
     shape = config.num_layers, page_size, local_kv_heads(model), config.head_dim
-    ranks = 1 if groups.kv is None else rank_and_size(groups.kv)[1]
     if pages is None:
         page_bytes = PagedKV.page_bytes(*shape, weight.dtype, form)
-        enough = max_num_seqs * -(-longest // (page_size * ranks))
-        pages = _default_pages(enough, page_bytes, weight.device, groups.everybody)
+        pages = _default_pages(
+            max_num_seqs, longest, page_size * ranks, page_bytes, weight.device, groups.everybody
+        )
     options = dict(dtype=weight.dtype, device=weight.device, form=form)
     if groups.kv is None:
         kv = PagedKV(config.num_layers, pages, *shape[1:], **options)
@@ -109,7 +114,8 @@ def make_runner(
             config.num_layers, pages, *shape[1:], **options, group_name=groups.kv, strategy=strategy,
             hierarchy=hierarchy, rank_invariant=rank_invariant,
         )  # fmt: skip
-    rows = SequenceRows(max_num_seqs, longest, kv.page_size, weight.device)
+    stored = _longest_row(longest, pages, kv.page_size)
+    rows = SequenceRows(max_num_seqs, stored, kv.page_size, weight.device)
     runner = ModelRunner(
         model, kv, rows, max_num_seqs, cuda_graph=graphs, group=groups.everybody,
         batch_invariant=batch_invariant, prompt_graph_tokens=min(prompt_graph_tokens, max_batch_tokens), speculation=speculation,
@@ -179,14 +185,40 @@ def _check_speculation(
         )
 
 
+def _longest_row(longest: int, pages: int, page_size: int) -> int:
+    """Tokens of the longest sequence: all that the pages hold, and one behind them, which is not stored."""
+    return min(longest, pages * page_size + 1)
+
+
+def _check_rows(max_num_seqs: int, max_length: int, page_size: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = SequenceRows.bytes_of(max_num_seqs, max_length, page_size)
+    if needed > memory:
+        raise ValueError(
+            f"max_num_seqs rows of {max_length} tokens must fit into the {memory / 2**30:.1f} GiB of {device}, got "
+            f"max_num_seqs = {max_num_seqs}, which needs {needed / 2**30:.1f} GiB: give fewer, a smaller max_model_len "
+            "or fewer pages"
+        )
+
+
 def _default_pages(
-    enough: int, page_bytes: int, device: torch.device, group: dist.ProcessGroup | None
-) -> int:
-    """`enough`, or what fits; the same on all ranks of the group."""
+    max_num_seqs: int, longest: int, page_size: int, page_bytes: int, device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> int:  # fmt: skip
+    """For max_num_seqs of the longest sequences, or what fits beside the rows of their tokens; the same on all ranks of the
+    group. page_size: of all ranks together."""
     free = _CPU_BYTES
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE)
-    pages = max(min(enough, free // page_bytes), 1)
+    enough = max_num_seqs * -(-longest // page_size)
+    # Rows grow with the pages up to the longest sequence: there are as many as either count allows.
+    per_page = SequenceRows.bytes_of(max_num_seqs, page_size, page_size)
+    all_rows = SequenceRows.bytes_of(max_num_seqs, longest, page_size)
+    fitting = max(free // (page_bytes + per_page), (free - all_rows) // page_bytes)
+    pages = max(min(enough, fitting), 1)
     if group is not None:
         smallest = torch.tensor(pages, device=device)
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)

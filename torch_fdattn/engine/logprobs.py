@@ -10,6 +10,9 @@ from torch import Tensor
 
 from torch_fdattn.engine.outputs import Logprob
 
+#: Tokens whose logits are computed at a time: those of 16,384 tokens over a large vocabulary would take tens of gigabytes.
+SLICE_TOKENS = 256
+
 
 class TokenLogprobs(NamedTuple):
     """Of n tokens, on one device."""
@@ -29,6 +32,15 @@ def logprobs_of(logits: Tensor, tokens: Tensor, count: int) -> TokenLogprobs:
     top = logprobs.topk(min(count, logits.shape[-1]), -1)
     ranks = (logprobs > own).sum(-1) + 1
     return TokenLogprobs(tokens, own[:, 0], ranks, top.indices, top.values)
+
+
+def logprobs_in_slices(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, count: int
+) -> TokenLogprobs:
+    """As `logprobs_of`, by the logits of the first n of the hidden states, of `SLICE_TOKENS` at a time."""
+    slices = zip(hidden[: len(tokens)].split(SLICE_TOKENS), tokens.split(SLICE_TOKENS), strict=True)
+    parts = [logprobs_of(logits_of(states), following, count) for states, following in slices]
+    return TokenLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def to_dicts(

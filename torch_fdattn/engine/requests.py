@@ -60,9 +60,8 @@ class Sequence:
         return len(self.tokens) + self.in_flight
 
     def accept(
-        self, drawn: list[int], proposals: tuple[int, ...], logprobs: list[TokenLogprobs | None],
-        eos_ids: Collection[int],
-    ) -> int:  # fmt: skip
+        self, drawn: list[int], proposals: tuple[int, ...], logprobs: list[TokenLogprobs | None]
+    ) -> int:
         """What a step has drawn for it is read back: a token behind its last one, and one behind each proposal. It takes
         them as far as the proposals before them were drawn, or up to its end: how many.
 
@@ -72,7 +71,7 @@ class Sequence:
         self.in_flight -= 1
         taken = 0
         for token, values, proposal in zip(drawn, logprobs, (*proposals, NO_TOKEN), strict=True):
-            self._append(token, values, eos_ids)
+            self._append(token, values)
             taken += 1
             if self.finish_reason is not None or token != proposal:
                 break
@@ -80,7 +79,7 @@ class Sequence:
         self.num_computed -= len(drawn) - taken
         return taken
 
-    def _append(self, token: int, logprobs: TokenLogprobs | None, eos_ids: Collection[int]) -> None:
+    def _append(self, token: int, logprobs: TokenLogprobs | None) -> None:
         if token == NO_TOKEN:
             raise LogitsError(
                 "logits must be finite to draw from them, got NaN, inf or -inf alone for new token "
@@ -90,7 +89,7 @@ class Sequence:
         self.tokens.append(token)
         if self._logprobs is not None:
             self._logprobs.append(logprobs)
-        if self._ends_with(token, eos_ids):
+        if self._ends_with(token):
             self.error = None if self.matcher is None else self.matcher.error
             self.finish("stop" if self.error is None else "error")
         elif len(self.tokens) >= self.max_length:
@@ -102,11 +101,10 @@ class Sequence:
             reason = "stop"  # what was held back has become a stop string
         self.finish_reason = reason
 
-    def _ends_with(self, token: int, eos_ids: Collection[int]) -> bool:
-        params = self.params
-        if token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos):
+    def _ends_with(self, token: int) -> bool:
+        if token in self.request.end_ids:
             return True
-        stops = len(self.tokens) - self.prompt_length >= params.min_tokens
+        stops = len(self.tokens) - self.prompt_length >= self.params.min_tokens
         if self._text is not None and self._text.push(token, stops):
             return True
         return self.matcher is not None and self.matcher.accept(token)
@@ -128,15 +126,20 @@ class Request:
     Attributes:
         prompt_logprobs: of the prompt's tokens, as far as they are computed; None where not asked for.
         num_cached: what the prefix cache had for the first sequence.
+        end_ids: tokens that end a sequence; banned_ids: the same before min_tokens, in order, which each draw asks for.
     """
 
-    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self, request_id: str, prompt: list[int], params: SamplingParams, eos_ids: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.sequences: list[Sequence] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
         self.num_cached = 0
+        self.end_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)))
+        self.banned_ids = sorted(self.end_ids) if params.min_tokens else []
 
     @property
     def finished(self) -> bool:

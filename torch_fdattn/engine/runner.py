@@ -24,7 +24,7 @@ from torch_fdattn.dist.consensus import check_equal_on_all_ranks, equality_is_as
 from torch_fdattn.dist.symm.faults import check
 from torch_fdattn.engine.decode_graphs import DecodeGraphs
 from torch_fdattn.engine.launched_step import LaunchedStep, all_to_host, to_host
-from torch_fdattn.engine.logprobs import TokenLogprobs, logprobs_of
+from torch_fdattn.engine.logprobs import TokenLogprobs, logprobs_in_slices, logprobs_of
 from torch_fdattn.engine.ngram_speculation import NgramSpeculation
 from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
 from torch_fdattn.engine.prompt_graphs import PromptGraphs
@@ -41,7 +41,7 @@ class Logits(NamedTuple):
     drawn_from: Tensor  # (n, vocab) of all draws, in the step's order
     prompts: list[
         tuple[Chunk, Tensor]
-    ]  # chunks that ask for their prompt's log-probabilities, and (tokens, vocab)
+    ]  # chunks that ask for their prompt's log-probabilities, and hidden states (tokens, hidden_size)
     draw: Callable[[], Tensor] | None = None  # what `PLAIN` draws from these, captured
 
 
@@ -163,12 +163,12 @@ class ModelRunner:
         (at,) = to_device([list(counts)], self._device)
         return tokens, logprobs_of(logits[at], tokens[at], max(counts.values())), counts
 
-    def _prompt_logprobs(self, chunk: Chunk, logits: Tensor) -> TokenLogprobs:
+    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> TokenLogprobs:
         """Of the tokens that follow those of the chunk, as far as they are the prompt's."""
         end = min(chunk.end, chunk.sequence.prompt_length - 1)
         following = self.rows.tokens[chunk.row, chunk.start + 1 : end + 1]
         count = chunk.sequence.params.prompt_logprobs
-        return all_to_host(logprobs_of(logits[: len(following)], following, count))
+        return all_to_host(logprobs_in_slices(self.model.logits, hidden, following, count))
 
     def _forward(self, step: ScheduledStep) -> Logits:
         decodes, prefills = step.decodes, step.prefills
@@ -193,7 +193,7 @@ class ModelRunner:
         for i, chunk in enumerate(chunks):
             end = begin + chunk.count
             if _asks_for_prompt(chunk):
-                prompts.append((chunk, self.model.logits(hidden[begin:end])))
+                prompts.append((chunk, hidden[begin:end]))
             drawing += range(end - len(chunk.draw_positions), end)
             begin = begin + queries if i < len(decodes) else end
         (drawing,) = to_device([drawing], self._device)

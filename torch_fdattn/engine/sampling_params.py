@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 #: Alternatives that a token's log-probabilities may list.
 MAX_LOGPROBS = 64
+#: Of `stop` and `stop_token_ids`, which every step looks through.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1000  # of one string
+MAX_STOP_TOKEN_IDS = 1024
 #: What is drawn from logits that are no distribution.
 NO_TOKEN = -1
 
@@ -43,8 +47,8 @@ class SamplingParams:
             ones (arXiv:1909.05858); from 0.001 to 1000, so that no logit becomes infinite.
         presence_penalty, frequency_penalty: taken from logits of tokens that the completion has: once, and once for each
             time (OpenAI's definition).
-        stop: strings that end a completion. They are no part of its text.
-        stop_token_ids: tokens that end a completion, beside the tokenizer's end tokens.
+        stop: strings that end a completion, at most 64 of 1,000 characters. They are no part of its text.
+        stop_token_ids: tokens that end a completion, beside the tokenizer's end tokens; at most 1,024.
         ignore_eos: whether the tokenizer's end tokens are tokens like others.
         logprobs: how many most likely tokens to list for each drawn one, which is listed anyway; None: nothing.
         prompt_logprobs: the same for the tokens of the prompt. The prompt is then computed whole, without prefix hits.
@@ -102,9 +106,16 @@ class SamplingParams:
         _expect_number("repetition_penalty", penalty, fits, "from 0.001 to 1000")
         for name in ("presence_penalty", "frequency_penalty"):
             _expect_number(name, value := getattr(self, name), abs(_value(value)) <= 2, "-2 to 2")
+        _expect_at_most("stop", self.stop, MAX_STOP_STRINGS, "strings")
         _expect_tuple("stop", self.stop, str)
         if "" in self.stop:
             raise ValueError("stop must hold strings of at least one character, got ''")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop must hold strings of at most {MAX_STOP_CHARACTERS} characters, got one of {longest}: "
+                "give its first characters"
+            )
+        _expect_at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
         _expect_tuple("stop_token_ids", self.stop_token_ids, int)
         if type(self.ignore_eos) is not bool:
             raise TypeError(f"ignore_eos must be a bool, got {self.ignore_eos!r}")
@@ -154,6 +165,13 @@ def shown(number: float) -> str:
     if type(number) is int and number.bit_length() > 128:
         return f"an int of {number.bit_length()} bits"
     return str(number)
+
+
+def _expect_at_most(name: str, values: object, limit: int, what: str) -> None:
+    if isinstance(values, tuple) and len(values) > limit:
+        raise ValueError(
+            f"{name} must hold at most {limit} {what}, got {len(values)}: leave some out"
+        )
 
 
 def _expect_tuple(name: str, value: object, kind: type) -> None:

@@ -41,6 +41,12 @@ class SequenceRows:
         self.top_k, self.seeds, self.prompt_lengths = self._ints
         self._num_pages = [0] * (rows + 1)  # of each row, that stand in `pages`
 
+    @staticmethod
+    def bytes_of(rows: int, max_length: int, page_size: int) -> int:
+        """Of the rows' tokens and pages."""
+        int64, int32 = torch.int64.itemsize, torch.int32.itemsize
+        return (rows + 1) * (max_length * int64 + -(-max_length // page_size) * int32)
+
     def parameter(self, name: str, rows: Tensor) -> Tensor:
         """A float of `SamplingParams` of these rows (n,), as (n, 1)."""
         return self.floats[rows, _FLOATS.index(name)][:, None]

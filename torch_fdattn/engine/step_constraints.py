@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 
 from torch_fdattn.engine.sampler import Constraints
@@ -11,18 +9,16 @@ from torch_fdattn.engine.scheduler import ScheduledStep
 from torch_fdattn.engine.sequence_rows import to_device
 
 
-def constraints_of(
-    step: ScheduledStep, eos_ids: Collection[int], device: torch.device
-) -> Constraints:
+def constraints_of(step: ScheduledStep, device: torch.device) -> Constraints:
     """For the draws of the step's chunks, decodes first: no end token before min_tokens, unless a grammar leaves nothing
     else, and what a grammar allows."""
     rows, tokens, allowed_rows, allowed = [], [], [], []
     chunks = (*step.decodes, *step.prefills)
     draws = [(chunk.sequence, at) for chunk in chunks for at in chunk.draw_positions]
     for i, (sequence, position) in enumerate(draws):
-        params, banned = sequence.params, []
-        if position - sequence.prompt_length < params.min_tokens:
-            banned = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)})
+        banned: list[int] = []
+        if position - sequence.prompt_length < sequence.params.min_tokens:
+            banned = sequence.request.banned_ids
         if sequence.matcher is not None:
             allowed_rows.append(i)
             allowed.append(sequence.matcher.allowed())

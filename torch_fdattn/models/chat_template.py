@@ -1,7 +1,7 @@
 """Chat templates, rendered as transformers renders them: its sandbox, extensions, filters and variables.
 
-A template is a program of whoever published the model: it runs in jinja2's immutable sandbox. What is
-rendered is tested to equal transformers' own text (tests/models/test_chat_templates.py).
+A template is a program of whoever published the model: it runs in jinja2's immutable sandbox, within limits of its own
+(`template_limits.py`). What is rendered is tested to equal transformers' own text (tests/models/test_chat_templates.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from torch_fdattn.models import template_limits as limits
 from torch_fdattn.models.errors import ModelError, require
 
 #: Variables that `render` gives a template itself, besides the special tokens.
@@ -41,15 +42,16 @@ def render(
     given = [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]
+    values = {
+        "messages": given,
+        "tools": tools,  # `is not none` and `is defined` are both asked of these
+        "documents": None,
+        "add_generation_prompt": True,
+        **special_tokens,
+        **(variables or {}),
+    }
     with _refusals():
-        return _compiled(template).render(
-            messages=given,
-            tools=tools,  # `is not none` and `is defined` are both asked of these
-            documents=None,
-            add_generation_prompt=True,
-            **special_tokens,
-            **(variables or {}),
-        )
+        return limits.within_limits(lambda: _compiled(template).render(values))
 
 
 def template_variables(template: str) -> frozenset[str]:
@@ -63,7 +65,7 @@ def template_variables(template: str) -> frozenset[str]:
 def _refusals() -> Iterator[None]:
     try:
         yield
-    except ImportError:
+    except (ImportError, ModelError):
         raise
     except Exception as error:  # a template may raise anything
         cause = " ".join(str(error).split())
@@ -123,13 +125,73 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extension.loopcontrols]
+    class BoundedNodes(jinja2.visitor.NodeTransformer):
+        """Loops that count their passes; `~` and slices that count their characters."""
+
+        def visit_For(self, node: Any) -> Any:
+            self.generic_visit(node)
+            counted = filtered(jinja2.nodes.Const(None), "_step", node)
+            node.body.insert(0, jinja2.nodes.ExprStmt(counted).set_lineno(node.lineno))
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:
+            self.generic_visit(node)
+            return filtered(jinja2.nodes.List(node.nodes), "_concat", node)
+
+        def visit_Getitem(self, node: Any) -> Any:
+            self.generic_visit(node)
+            is_slice = isinstance(node.arg, jinja2.nodes.Slice)
+            return filtered(node, "_sized", node) if is_slice else node
+
+    def filtered(value: Any, name: str, like: Any) -> Any:
+        node = jinja2.nodes.Filter(value, name, [], [], None, None)
+        return node.set_environment(like.environment).set_lineno(like.lineno)
+
+    class BoundedEnvironment(sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"%", "*", "**", "+"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            limits.check_binary(operator, left, right)
+            return super().call_binop(context, operator, left, right)
+
+        def call(__self, __context: Any, __function: Any, *args: Any, **named: Any) -> Any:
+            given = list(args)
+            limits.check_call(__function, given, named)
+            call = sandbox.ImmutableSandboxedEnvironment.call
+            return limits.sized(call(__self, __context, __function, *given, **named))
+
+        def _parse(self, *args: Any) -> Any:
+            return BoundedNodes().visit(super()._parse(*args))
+
+    @jinja2.pass_eval_context
+    def concat(context: Any, parts: list[Any]) -> str:
+        limits.check_parts(parts)
+        joined = jinja2.runtime.markup_join if context.autoescape else jinja2.runtime.str_join
+        return joined(parts)
+
+    @jinja2.pass_context  # so that it is not computed in advance
+    def step(context: Any, _: None) -> None:
+        limits.step()
+
+    def strftime_now(layout: str) -> str:
+        limits.check_percent(layout)
+        return datetime.now().strftime(layout)
+
+    environment = BoundedEnvironment(
+        finalize=limits.check_output,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, extension.loopcontrols],
     )
     environment.filters["tojson"] = _to_json
+    for name, function in environment.filters.items():
+        environment.filters[name] = limits.bounded_filter(name, function)
+    environment.filters |= {"_step": step, "_concat": concat, "_sized": limits.sized}
+    environment.concat = limits.bounded_concat
+    del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": lambda layout: datetime.now().strftime(layout),
+        "strftime_now": strftime_now,
         "namespace": Namespace,
         "dict": MakeDict(),
     }

@@ -95,7 +95,8 @@ def make_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
                     400, "add_special_tokens is for prompt: a chat template writes them itself",
                     param="add_special_tokens",
                 )  # fmt: skip
-            text = read_conversation(service.tokenizer, body.messages).prompt
+            conversation = await read_conversation(service.tokenizer, body.messages)
+            text = conversation.prompt
             ids = await service.encode(text, "messages", add_special_tokens=False)
         else:
             ids = await service.encode(body.prompt, "prompt", body.add_special_tokens is not False)

@@ -120,7 +120,7 @@ async def make_chat(request: ChatRequest, service: Service) -> ChatAnswer:
     service.check_model(request.model)
     check_stream_options(request)
     service.check_count(request.n)
-    conversation = read_conversation(
+    conversation = await read_conversation(
         service.tokenizer,
         request.messages,
         None if request.tool_choice == "none" else request.tools,

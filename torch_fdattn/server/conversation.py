@@ -6,6 +6,7 @@ Qwen's and Hermes' `<tool_call>{"name": …, "arguments": …}</tool_call>`, and
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
@@ -30,11 +31,19 @@ class Conversation:
     in_reasoning: bool  # the prompt has opened it already
 
 
-def read_conversation(
+async def read_conversation(
     tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[Tool] | None = None,
     variables: dict[str, Any] | None = None,
 ) -> Conversation:  # fmt: skip
-    """The prompt of a conversation by the tokenizer's chat template, up to where the reply begins."""
+    """The prompt of a conversation by the tokenizer's chat template, up to where the reply begins; made outside of the event
+    loop, which a long conversation would hold up."""
+    return await asyncio.to_thread(_read, tokenizer, messages, tools, variables)
+
+
+def _read(
+    tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[Tool] | None,
+    variables: dict[str, Any] | None,
+) -> Conversation:  # fmt: skip
     template = tokenizer.chat_template
     if template is None:
         raise APIError(

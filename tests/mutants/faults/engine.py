@@ -40,8 +40,8 @@ FAULTS = (
     ),
     Fault(
         "min_tokens counted at a step's first draw", f"{_ENGINE}/step_constraints.py",
-        "if position - sequence.prompt_length < params.min_tokens:",
-        "if len(sequence.tokens) - sequence.prompt_length < params.min_tokens:", SPECULATION,
+        "if position - sequence.prompt_length < sequence.params.min_tokens:",
+        "if len(sequence.tokens) - sequence.prompt_length < sequence.params.min_tokens:", SPECULATION,
     ),
     Fault(
         "captured draws where one asks for more", f"{_ENGINE}/runner.py",
