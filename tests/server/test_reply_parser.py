@@ -72,7 +72,7 @@ def test_any_cut_gives_the_same(text, options, content, reasoning, num_calls) ->
     [
         '"arguments": {"x": NaN}', '"arguments": {"x": -Infinity}', '"arguments": {"x": [-1e999]}',
         '"arguments": {}, "x": NaN', f'"arguments": {{"x": {"9" * 5000}}}',
-        f'"arguments": {{"x": {"[" * 5000 + "]" * 5000}}}',
+        f'"arguments": {{"x": {"[" * 500_000 + "]" * 500_000}}}',
     ],
     ids=lambda x: x[:30],
 )  # fmt: skip
