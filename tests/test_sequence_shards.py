@@ -104,14 +104,21 @@ def test_causal_calls_of_zigzag_shards_need_no_positions(world: int) -> None:
 
 
 def test_long_sequences_travel_in_groups_of_heads_and_many_documents_do_not() -> None:
-    def sizes(total: int, heads: int = 16, documents: tuple[int, ...] = ()) -> list[int]:
-        problem = Problem("", 0, SequenceShards.zigzag(total, 2), -1, 0, 1.0, documents=documents)
-        q, k = (torch.empty(1, n, total // 2, 128, dtype=torch.bfloat16, device="meta") for n in (2 * heads, heads))  # fmt: skip
-        return [group.count for group in head_groups(q, k, problem)]
+    def sizes(
+        total: int, heads: int = 16, ranks: int = 2, documents: tuple[int, ...] = (), of="forward"
+    ) -> list[int]:
+        shards = SequenceShards.zigzag(total, ranks)
+        problem = Problem("", 0, shards, -1, 0, 1.0, documents=documents)
+        q, k = (torch.empty(1, n, total // ranks, 128, dtype=torch.bfloat16, device="meta") for n in (2 * heads, heads))  # fmt: skip
+        return [group.count for group in head_groups(q, k, problem, of)]
 
-    assert sizes(32768) == [16]
-    assert sizes(131072) == [4, 4, 4, 4]
-    assert sizes(131072, heads=10) == [4, 3, 3]
+    assert sizes(16384) == [16]
+    assert sizes(16384, of="backward") == [8, 8]
+    assert sizes(131072) == [2] * 8
+    assert sizes(131072, of="backward") == [1] * 16
+    assert sizes(65536, ranks=4) == [8, 8]
+    assert sizes(65536, ranks=4, of="backward") == [4] * 4
+    assert sizes(65536, heads=10) == [4, 3, 3]
     assert sizes(1 << 20, heads=2) == [1, 1]
     assert sizes(131072, documents=tuple(range(0, 131073, 4096))) == [16]
 

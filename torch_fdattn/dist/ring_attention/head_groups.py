@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch_fdattn.dist.ring_attention.heads import of_heads
 from torch_fdattn.dist.ring_attention.local import Problem
 from torch_fdattn.dist.ring_attention.unsharded import unsharded_calls
 
-#: K and V of a group of heads, of the whole sequence, at most, but for one head that has more.
-_GROUP_BYTES = 256 * 2**20
+#: K and V of a group of heads, of a rank's shard of the mean length, at most, but for one head that has more: so that a launch
+#: has tiles for all SMs however many ranks there are. Less in the backward, where each of these bytes has eight others beside
+#: it: fp32 gradients, here and in symmetric memory.
+_GROUP_BYTES = {"forward": 64 * 2**20, "backward": 32 * 2**20}
 #: Calls of attention of a rank, of packed documents say, beyond which all heads are one group: the host would take longer to
 #: launch them once more for each group than the device takes to run them.
 _MAX_CALLS = 4
@@ -45,11 +47,13 @@ class HeadGroup(NamedTuple):
         return problem._replace(**of_heads(problem, first, count, problem.scores.attn_mask))
 
 
-def head_groups(q: Tensor, k: Tensor, problem: Problem) -> list[HeadGroup]:
+def head_groups(
+    q: Tensor, k: Tensor, problem: Problem, of: Literal["forward", "backward"]
+) -> list[HeadGroup]:
     """The same on all ranks; the largest one first, whose memory the others then use."""
     batch, heads, _, dim = k.shape
-    of_head = 2 * batch * problem.shards.total * dim * k.element_size()
-    count = -(-heads // max(1, _GROUP_BYTES // max(1, of_head)))
+    of_head = 2 * batch * problem.shards.total * dim * k.element_size() // problem.world_size
+    count = -(-heads // max(1, _GROUP_BYTES[of] // max(1, of_head)))
     if count > 1:
         ranks = (problem._replace(rank=rank) for rank in range(problem.world_size))
         if any(len(unsharded_calls(of_rank)) > _MAX_CALLS for of_rank in ranks):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # symmetric memory is imported where ranks are
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
     outs, lses = AllHeads(q.shape[1]), AllHeads(q.shape[1])
-    groups = head_groups(q, k, problem)
+    groups = head_groups(q, k, problem, "forward")
     with (
         leaving_by_exceptions(
             problem.group_name, "ring_attention's forward (strategy 'one_sided')"
@@ -63,7 +63,7 @@ def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_queries = AllHeads(saved.q.shape[1])
-    groups = head_groups(saved.q, saved.k, problem)
+    groups = head_groups(saved.q, saved.k, problem, "backward")
     # The others wait for this rank's part of the sums, and had the same exception or time out.
     with leaving_by_exceptions(
         problem.group_name, "ring_attention's backward (strategy 'one_sided')"
