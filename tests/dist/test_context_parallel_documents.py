@@ -112,14 +112,6 @@ def test_wrong_documents(group, rank_device, wrong) -> None:
         )  # of this test
 
 
-def test_positions_of_shards() -> None:
-    shards = SequenceShards.zigzag(8, 2)
-    assert shards.positions(0, cu_seqlens=[0, 1, 1, 7, 8]).tolist() == [0, 0, 5, 0]
-    assert shards.positions(1, cu_seqlens=torch.tensor([0, 3, 8])).tolist() == [2, 0, 1, 2]
-    with pytest.raises(ValueError, match="cu_seqlens must begin with 0, end with the 8 tokens"):
-        shards.positions(0, cu_seqlens=[0, 3])
-
-
 def compiled(run, group, shards):
     torch._dynamo.reset()
     option = {"group": group, "shards": shards, "cu_seqlens": documents()}
@@ -144,6 +136,21 @@ def test_compiled_calls(group, rank_device, run) -> None:
     seen = (same_document(documents()) & (at <= at[:, None])).to(rank_device)
     expected = torch_fdattn.attention(*whole, attn_mask=seen)[0]
     check(compiled(run, group, shards)(*own), own, expected, whole, shards)
+
+
+def test_other_documents_are_compiled_anew(group, rank_device) -> None:
+    """Of one function, without a reset: torch compares options."""
+    shards, whole, own = given(group, rank_device)
+    total, rank = documents()[-1], dist.get_rank()
+    at = torch.arange(total)
+    torch._dynamo.reset()
+    for told in (documents(), None, [0, 7, total], documents()):
+        option = {"group": group, "shards": shards, "cu_seqlens": told}
+        options = {"context_parallel": option, "lower": "aot_eager"}
+        found = torch.compile(by_ours, backend=fdattn, fullgraph=True, options=options)(*own)
+        seen = same_document(told or [0, total]) & (at <= at[:, None])
+        expected = torch_fdattn.attention(*whole, attn_mask=seen.to(rank_device))[0]
+        torch.testing.assert_close(found, shards.shard(expected, rank, 2))
 
 
 @pytest.mark.parametrize(
