@@ -112,6 +112,23 @@ def test_train_long_sequence(run):
 
 
 @needs_transformers
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="needs the package accelerate"
+)
+def test_train_packed_documents(run):
+    losses = []
+    lines = [line for line in run("train_packed_documents.py", ranks=2) if line.startswith("step")]
+    for step, line in enumerate(lines):
+        found = re.fullmatch(rf"step {step}: loss (\S+) on 2 ranks, (\S+) on one", line)
+        assert found, line
+        losses.append(float(found[1]))
+        assert losses[-1] == pytest.approx(float(found[2]), abs=2e-4)  # the Trainer rounds it
+    assert len(losses) == 4
+    assert losses[0] > losses[2]
+    assert losses[1] > losses[3]
+
+
+@needs_transformers
 def test_tensor_parallel(run):
     loss, gradient, held = run("tensor_parallel.py", ranks=2)
     found = re.fullmatch(r"loss (\S+) on 2 ranks, (\S+) on one", loss)

@@ -20,6 +20,14 @@ def test_zigzag_pairs_early_and_late_chunks():
     assert shards.positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
 
 
+def test_positions_in_packed_documents():
+    shards = SequenceShards.zigzag(8, 2)
+    assert shards.positions(0, cu_seqlens=[0, 1, 1, 7, 8]).tolist() == [0, 0, 5, 0]
+    assert shards.positions(1, cu_seqlens=torch.tensor([0, 3, 8])).tolist() == [2, 0, 1, 2]
+    with pytest.raises(ValueError, match="cu_seqlens must begin with 0, end with the 8 tokens"):
+        shards.positions(0, cu_seqlens=[0, 3])
+
+
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_named_maps_are_even_partitions(kind):
     for world, total in itertools.product([1, 2, 3, 8], [0, 1, 5, 31, 64]):

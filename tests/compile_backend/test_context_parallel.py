@@ -114,6 +114,9 @@ def test_what_names_the_group(group, kind):
         ),
         ({"hierarchy": ("a", "b")}, ValueError, "hierarchy must be None with strategy='ring'"),
         ({"strategy": "pigeon"}, ValueError, "strategy must be one of .*'pigeon'"),
+        ({"cu_seqlens": [0, 2.5]}, TypeError, "cu_seqlens must be an integer tensor"),
+        ({"cu_seqlens": torch.tensor([0, 8])}, TypeError, "must be a list of ints, got a tensor"),
+        ({"cu_seqlens": [0, 8], "cache": 4}, ValueError, "must not have both cu_seqlens and cache"),
     ],
 )
 def test_bad_values(group, option, error, text):

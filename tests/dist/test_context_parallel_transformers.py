@@ -348,7 +348,7 @@ def test_a_mask_of_one_rank_is_refused_on_all(group, rank_device):
 
 
 def test_cu_seq_lens_are_refused(group, rank_device):
-    """Nothing shows whether the model's positions are those of the documents."""
+    """Unless `context_parallel` was told the documents."""
     world = dist.get_world_size()
     shards = SequenceShards.contiguous(total(), world)
     _, ours = models("Llama", rank_device)
@@ -357,6 +357,9 @@ def test_cu_seq_lens_are_refused(group, rank_device):
     packed = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=8, max_length_k=8)
     with (
         context_parallel(group, shards=shards),
-        pytest.raises(NotImplementedError, match="takes no cu_seq_lens_q"),
+        pytest.raises(
+            NotImplementedError,
+            match="takes cu_seq_lens_q with cu_seqlens of context_parallel alone",
+        ),
     ):
         ours(ids[:1], position_ids=positions, use_cache=False, **packed)

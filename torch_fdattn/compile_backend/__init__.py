@@ -33,13 +33,13 @@ def fdattn(
             key: saves a float mask that is data what keeps such rows as they were), ``lower`` ("inductor", "aot_eager" or "eager"), and
             ``context_parallel``: a process group, its name, a DeviceMesh of one dimension, or a dict of such a
             "group" (or None, the default group), "shards" ("contiguous", which is the default, "zigzag" or a `dist.SequenceShards`),
-            "strategy" ("ring", "all_gather", "ulysses" or "star") and "cache" ("contiguous", or the block of a
-            round-robin map).
+            "strategy" ("ring", "all_gather", "ulysses" or "star"), "cu_seqlens" (a list: where packed documents begin in
+            the full sequence, and where the last one ends) and "cache" ("contiguous", or the block of a round-robin map).
 
     With ``context_parallel`` the graph is given this rank's tokens of sequences that are split over the group, and
     its SDPA, attention written out and `torch_fdattn.attention` over them become `dist.ring_attention`, gradients
     included. So does a mask that the graph makes of an input's positions, as transformers' models do of position_ids: at
-    each call these are compared with the shard's. A site that is none of these over as many queries as keys, or has
+    each call these are compared with the shard's, of the sequence or, with "cu_seqlens", counted in each document. A site that is none of these over as many queries as keys, or has
     another mask or SDPA's dropout, raises `UnsupportedAttention` (with ``dryrun`` it is reported alone): left as it was
     it would attend to this rank's tokens only. With "cache", K and V of `torch_fdattn.decode` and `paged_decode` are
     this rank's shards, q is the same on all ranks, kv_lens and q_start are those of full sequences, and the call becomes
@@ -87,7 +87,7 @@ def fdattn(
     if report.positions and not own.dryrun:
         from torch_fdattn.compile_backend.context_parallel.positions import checking
 
-        return checking(compiled, gm, report.positions, own.context_parallel)
+        return checking(compiled, gm, report, own.context_parallel)
     return compiled
 
 

@@ -123,6 +123,8 @@ class Report:
     fdattn_calls: Counter[str] = field(default_factory=Counter)
     #: inputs of the graph that must hold the positions of a rank's tokens, by which its masks were understood
     positions: set[str] = field(default_factory=set)
+    #: those whose chunks or prefixes are counted in each document, where there are documents
+    document_positions: set[str] = field(default_factory=set)
 
     @property
     def rewritten(self) -> list[Site]:

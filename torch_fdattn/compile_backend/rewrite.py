@@ -56,6 +56,7 @@ def rewrite(
             one = _GraphPass(module, name, unmatched, masks, context, dryrun, sdpa_on_cpu, flow)
             report.sites += one.run()
             report.positions |= one.positions
+            report.document_positions |= one.document_positions
     finally:
         for each in functional:
             each.restore()
@@ -87,6 +88,8 @@ class _GraphPass:
         self.flow = flow
         #: inputs that must hold the positions of this rank's tokens
         self.positions: set[str] = set()
+        #: those that must begin with 0 in each document
+        self.document_positions: set[str] = set()
         self.transformed = transformed_nodes(gm)
         self.forms = {
             sdpa.FORM: sdpa,
@@ -145,6 +148,7 @@ class _GraphPass:
         if self.context is not None and attention.masked:
             positions = over_all_tokens(attention, self.flow)
         call = choose(attention)
+        counted = bool(call.structure.chunk or call.structure.prefix)
         if self.context is not None:
             call = over_ranks(attention, call, self.context)
         elif self.sdpa_on_cpu and torch_sdpa.stays(attention, call):
@@ -153,6 +157,8 @@ class _GraphPass:
             emit(attention, call, self.masks)
         if positions is not None:
             self.positions.add(positions.name)
+            if counted:
+                self.document_positions.add(positions.name)
         return call.op
 
     def _check_untransformed(self, node: Node) -> None:

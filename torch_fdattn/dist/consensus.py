@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -134,6 +134,17 @@ def refusing_on_all_ranks(group_name: str, like: Tensor) -> Iterator[None]:
         raise
 
 
+def largest_on_all_ranks(
+    group_name: str, device: torch.device, numbers: Sequence[int]
+) -> list[int]:
+    """Of each number, as many on every rank, the largest that a rank has: a collective on this device, and a wait for it."""
+    group = distributed_c10d._resolve_process_group(group_name)
+    raise_faults(group_name)
+    largest = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
+
+
 def raise_on_all_ranks(
     group_name: str, device: torch.device, kind: type[Exception], said: str | None, remedy: str
 ) -> None:
@@ -141,13 +152,9 @@ def raise_on_all_ranks(
 
     A collective of one number on this device, and a wait for it.
     """
-    group = distributed_c10d._resolve_process_group(group_name)
-    raise_faults(group_name)
-    says = torch.tensor([said is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(says, dist.ReduceOp.MAX, group=group)
-    if not says.item():
+    if not largest_on_all_ranks(group_name, device, [said is not None])[0]:
         return
-    texts = enumerate(_gather(group, said))
+    texts = enumerate(_gather(distributed_c10d._resolve_process_group(group_name), said))
     ranks = "; ".join(f"on rank {r} {text}" for r, text in texts if text)
     raise kind(f"{remedy} ({ranks})")
 
@@ -220,6 +227,11 @@ def _digest(key: tuple) -> Tensor:
     text = str([(name, str(value)) for name, value in key]).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
     return torch.tensor([number])
+
+
+def digest_of(value: object) -> int:
+    """63 bits of what is written the same in every process."""
+    return int(_digest((("", value),))) >> 1
 
 
 def _digests_are_equal(group: dist.ProcessGroup, digest: Tensor) -> bool:

@@ -57,21 +57,27 @@ def check_mask(
         )  # fmt: skip
     if mask_function is hf.bidirectional_mask_function:
         return mask_function
-    # To transformers, positions that are not one run are several sequences: but they are this rank's of one.
-    own = shards.positions
-    return without_packing(mask_function, own, hf) or mask_function
+    # To transformers, positions that are not one run are several sequences: but they are this rank's of one, or of the
+    # documents that `context_parallel` was told.
+    accepted = shards.accepted_positions
+    for own in {id(x): x for x in (accepted.in_documents, accepted.in_sequence)}.values():
+        inner = without_packing(mask_function, own, hf)
+        if inner is not None:
+            return inner
+    return mask_function
 
 
-def check_positions(shards: RingMode, position_ids: Tensor | None, query: Tensor) -> None:
+def check_positions(
+    shards: RingMode, position_ids: Tensor | None, query: Tensor, cu_seq_lens: tuple[Tensor | None, ...]
+) -> None:  # fmt: skip
+    """cu_seq_lens: of queries and keys, in which a collator says what `context_parallel` is told as cu_seqlens."""
     from torch_fdattn.dist.ring_attention import transformers_layers
 
-    transformers_layers.check_positions(shards, position_ids, query, PLACE)
-
-
-def refuse_packed(shards: RingMode, query: Tensor) -> None:
-    """Packed sequences, on every rank."""
-    shards.refuse(
-        query,
-        f"{PLACE} takes no cu_seq_lens_q: call torch_fdattn.varlen_attention in a model of your own, with "
-        "cu_seqlens_q of all tokens",
-    )
+    given = tuple(x for x in cu_seq_lens if x is not None)
+    if given and not shards.documents:
+        shards.refuse(
+            query,
+            f"{PLACE} takes cu_seq_lens_q with cu_seqlens of context_parallel alone: "
+            "context_parallel(group, shards=shards, cu_seqlens=cu_seqlens), of the documents of all ranks' tokens",
+        )
+    transformers_layers.check_positions(shards, position_ids, query, PLACE, cu_seq_lens=given)

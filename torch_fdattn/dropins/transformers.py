@@ -176,15 +176,14 @@ def fdattn_attention(
         is_causal = getattr(module, "is_causal", True)
     options = {"scale": scaling, "softcap": softcap or 0, "sinks": s_aux}
     shards = sharded_sequences.context()
-    if cu_seq_lens_q is not None:
-        if shards is not None:  # nothing shows whether positions are those of the documents
-            sharded_sequences.refuse_packed(shards, query)
+    if cu_seq_lens_q is not None and shards is None:
         return _packed(
             query, key, value, cu_seq_lens_q, cu_seq_lens_k, attention_mask=attention_mask,
             position_bias=position_bias, dropout=dropout, causal=is_causal, window=sliding_window, **options,
         )  # fmt: skip
     if shards is not None:
-        sharded_sequences.check_positions(shards, kwargs.get("position_ids"), query)
+        packed = cu_seq_lens_q, cu_seq_lens_k
+        sharded_sequences.check_positions(shards, kwargs.get("position_ids"), query, packed)
     visible = mask_forms.arguments_of(attention_mask, query, is_causal)
     if position_bias is not None:
         visible["attn_mask"] = mask_forms.with_bias(visible.get("attn_mask"), position_bias)

@@ -11,6 +11,7 @@ from tests.mutants.faults.runs import (
     FUSED_TREE,
     MATMULS,
     ONE_SIDED,
+    PACKED_MODELS,
     RANK_INVARIANT,
     RING_MASKS,
     RING_ONE_SIDED,
@@ -186,7 +187,35 @@ FAULTS = (
     ),
     Fault(
         "any positions taken for the shard's", f"{_OVER_RANKS}/positions.py",
-        "            _check(given[i], context)\n", "            pass\n", COMPILED_POSITIONS,
+        "            _check(given[i], context, in_documents)\n", "            pass\n", COMPILED_POSITIONS,
+    ),
+    Fault(
+        "documents of a model's calls forgotten", f"{_RING}/context_parallel.py",
+        "prefix_lens=prefixes, cu_seqlens=documents)", "prefix_lens=prefixes)", PACKED_MODELS,
+    ),
+    Fault(
+        "documents forgotten in a graph", f"{_OVER_RANKS}/options.py",
+        "        if self.documents:\n", "        if False:\n", PACKED_MODELS,
+    ),
+    Fault(
+        "chunks and prefixes of positions that go on through documents", f"{_OVER_RANKS}/positions.py",
+        "accepted._replace(in_sequence=accepted.in_documents)", "accepted", PACKED_MODELS,
+    ),
+    Fault(
+        "one prefix for all documents, however short", f"{_OVER_RANKS}/ring.py",
+        "min(call.structure.prefix, length) for length in lengths", "min(call.structure.prefix, documents[1]) for length in lengths", PACKED_MODELS,
+    ),
+    Fault(
+        "ranks given positions of two kinds", f"{_RING}/transformers_layers.py",
+        "elif not (is_wrong or all(refused)):", "elif not (is_wrong or (fault and other)):", PACKED_MODELS,
+    ),
+    Fault(
+        "documents of one rank", f"{_RING}/transformers_layers.py",
+        "    if largest != -negated:\n", "    if False:\n", PACKED_MODELS,
+    ),
+    Fault(
+        "cu_seq_lens that changed in place", f"{_RING}/transformers_layers.py",
+        "ref() is x and seen == version", "ref() is x", PACKED_MODELS,
     ),
     Fault(
         "a late rank's tiles taken before they came", "torch_fdattn/dist/tensor_parallel/fused_scatter.py",

@@ -147,6 +147,12 @@ COMPILED_POSITIONS = Tests(
     ),
     ranks=2,
 )
+PACKED_MODELS = Tests(
+    "packed documents of models over ranks",
+    ("tests/dist/test_context_parallel_documents.py", "tests/dist/test_packed_transformers.py"),
+    ranks=2,
+    keyword="test_eager or test_compiled_masks or test_drop_in or whole_sequence or named_on_every_rank or change_in_place",
+)
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls",

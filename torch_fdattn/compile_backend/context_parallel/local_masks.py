@@ -3,8 +3,9 @@
 transformers' models, given `position_ids`, compare these: causal and windows by their differences, chunks by their quotients
 (Llama 4), a prefix by a number (an `or_mask_function`), and packed documents, which begin where a position is not the one
 before it and 1 (`find_packed_sequence_indices`). That they are the positions of this
-rank's tokens is seen when the graph runs (`positions.py`): then one document is all there is, whatever jumps a shard has, and
-the mask is a window, chunks or a prefix of all tokens. Whether it is boolean, or holds 0 and a number that hides (eager attention's), says
+rank's tokens is seen when the graph runs (`positions.py`): then one document is all there is, whatever jumps a shard has (or there
+are those that the option's "cu_seqlens" names, which ring attention keeps apart in any case), and the mask is a window, chunks
+or a prefix of all tokens, the latter two counted from where positions are 0. Whether it is boolean, or holds 0 and a number that hides (eager attention's), says
 nothing else: each query sees its own key, so that what hides the others weighs nothing.
 """
 

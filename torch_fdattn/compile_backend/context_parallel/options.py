@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
+
 from torch_fdattn.compile_backend.report import Unsupported
 
 if TYPE_CHECKING:
     from torch_fdattn.dist import SequenceShards
 
 OPTION = 'options["context_parallel"]'
-_KEYS = ("group", "shards", "strategy", "cache", "hierarchy")
+_KEYS = ("group", "shards", "strategy", "cache", "hierarchy", "cu_seqlens")
 
 
 class ContextParallel(NamedTuple):
@@ -25,20 +27,27 @@ class ContextParallel(NamedTuple):
     cache: int | str | None = None
     #: names of this rank's (inner, outer) groups, for "ulysses_ring"
     hierarchy: tuple[str, str] | None = None
+    #: where packed documents begin, and where the last one ends; () of none
+    documents: tuple[int, ...] = ()
 
     def operands(self, length: object) -> tuple[str, list[int]]:
         """What `ring_attention` takes behind q, k and v, of `length` local tokens.
 
         A symbolic length becomes a number, which adds a guard: which kernels run follows from it.
         """
-        from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, named_shards
+        from torch_fdattn.dist.ring_attention.sequence_shards import (
+            SequenceShards,
+            check_documents,
+            named_shards,
+        )
 
         length, shards = int(length), self.shards
-        if not isinstance(shards, SequenceShards):
-            try:
+        try:
+            if not isinstance(shards, SequenceShards):
                 shards = named_shards(shards, length, self.world_size)
-            except ValueError as error:
-                raise Unsupported("context-parallel", str(error)) from error
+            check_documents(self.documents, shards.total)
+        except ValueError as error:
+            raise Unsupported("context-parallel", str(error)) from error
         own = shards.lengths[self.rank]
         if length != own:
             raise Unsupported(
@@ -52,6 +61,8 @@ class ContextParallel(NamedTuple):
         given = dict(rank=self.rank, world_size=self.world_size, strategy=self.strategy)
         if self.hierarchy is not None:
             given["inner_group"], given["outer_group"] = self.hierarchy
+        if self.documents:
+            given["documents"] = list(self.documents)
         return given
 
 
@@ -74,7 +85,7 @@ def parse(option: object) -> ContextParallel | None:
     given = option if isinstance(option, dict) else {"group": option}
     if "group" not in given or not set(given) <= set(_KEYS):
         raise ValueError(
-            f'{OPTION} must have "group" and may have "shards", "strategy" and "cache", got '
+            f'{OPTION} must have "group" and may have "shards", "strategy", "cu_seqlens" and "cache", got '
             f"{sorted(map(str, given))}"
         )
     of_group = f'{OPTION}["group"]' if isinstance(option, dict) else OPTION
@@ -108,4 +119,24 @@ def parse(option: object) -> ContextParallel | None:
             f"{OPTION}'s cache must be 'contiguous' or the block of a round-robin map (an int of at least 1), "
             f"got {cache!r}"
         )
-    return ContextParallel(name, rank, world_size, shards, strategy, cache, hierarchy)
+    documents = _documents(given.get("cu_seqlens"), cache)
+    return ContextParallel(name, rank, world_size, shards, strategy, cache, hierarchy, documents)
+
+
+def _documents(cu_seqlens: object, cache: object) -> tuple[int, ...]:
+    from torch_fdattn.dist.ring_attention.sequence_shards import documents_of
+
+    if isinstance(
+        cu_seqlens, Tensor
+    ):  # torch keeps the options, and compares them with those of other compilations
+        raise TypeError(
+            f"{OPTION}'s cu_seqlens must be a list of ints, got a tensor: give cu_seqlens.tolist()"
+        )
+    if cu_seqlens is not None and cache is not None:
+        raise ValueError(
+            f"{OPTION} must not have both cu_seqlens and cache: steps over a cache know of no packed documents"
+        )
+    try:
+        return tuple(documents_of(cu_seqlens))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{OPTION}'s {error}") from error

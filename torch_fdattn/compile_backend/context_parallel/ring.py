@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +46,9 @@ def over_ranks(attention: MatchedAttention, call: OpCall, context: ContextParall
     if call.structure.prefix:
         from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 
-        total = SequenceShards.from_flat(operands[1]).total
-        options["prefix_lens"] = [min(call.structure.prefix, total)]
+        documents = context.documents or (0, SequenceShards.from_flat(operands[1]).total)
+        lengths = (end - begin for begin, end in itertools.pairwise(documents))
+        options["prefix_lens"] = [min(call.structure.prefix, length) for length in lengths]
     return replace(
         call, op="ring_attention", structure=structure, operands=operands, options=options
     )

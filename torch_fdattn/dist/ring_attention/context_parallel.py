@@ -33,8 +33,16 @@ from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.auto import AUTO
 from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
-from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, prefixes_of
-from torch_fdattn.dist.ring_attention.transformers_layers import check_sdpa
+from torch_fdattn.dist.ring_attention.sequence_shards import (
+    SequenceShards,
+    documents_of,
+    prefixes_of,
+)
+from torch_fdattn.dist.ring_attention.transformers_layers import (
+    AcceptedPositions,
+    check_sdpa,
+    compare_positions,
+)
 from torch_fdattn.dist.state_tree import expect_block
 
 
@@ -99,6 +107,7 @@ def context_parallel(
     group: Group, *, shards: SequenceShards, buffers: Sequence[Tensor] = (),
     seq_dims: Sequence[int] = (), strategy: str = "ring", hierarchy: tuple[Group, Group] | None = None,
     invariant_block: int | None = None, prefix_lens: int | Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside it, attention calls are ring attention over the group.
 
@@ -111,6 +120,8 @@ def context_parallel(
         strategy, hierarchy, invariant_block: as `ring_attention`, "query_split" excepted.
         prefix_lens: as `ring_attention`, of every attention call, which must be causal and have no window: a causal model
             becomes a prefix-LM.
+        cu_seqlens: packed documents, as `ring_attention`: in every attention call documents do not see each other, besides
+            what the call hides.
 
     Taken over are, on q, k and v of this rank's tokens,
 
@@ -151,8 +162,8 @@ def context_parallel(
     try:
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
-        prefixes = prefixes_of(prefix_lens) or None
-        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes)
+        prefixes, documents = prefixes_of(prefix_lens) or None, documents_of(cu_seqlens) or None
+        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes, cu_seqlens=documents)  # fmt: skip
         with RingMode(group_name, shards, strategy, **options):
             yield
     finally:
@@ -225,7 +236,9 @@ class RingMode(TorchFunctionMode):
         expect_hierarchy(strategy, options.get("hierarchy"))
         self._group_name, self._shards = group_name, shards
         self._options = dict(group=group_name, shards=shards, strategy=strategy, **options)
-        self._documents: tuple[weakref.ref[Tensor], int, list[int]] | None = None
+        #: where packed documents begin, and where the last one ends; () of none
+        self.documents = tuple(options.get("cu_seqlens") or ())
+        self._last_read: tuple[weakref.ref[Tensor], int, list[int]] | None = None
 
     @property
     def total(self) -> int:
@@ -233,9 +246,17 @@ class RingMode(TorchFunctionMode):
         return self._shards.total
 
     @functools.cached_property
-    def positions(self) -> Tensor:
-        """int64 (this rank's tokens,), on the CPU."""
-        return self._shards.positions(self._rank)
+    def accepted_positions(self) -> AcceptedPositions:
+        """What this rank's tokens may be given."""
+        return AcceptedPositions.of(self._shards, self._rank, self.documents)
+
+    def compare_positions(
+        self, position_ids: Tensor, device: torch.device, said: str | None, remedy: str
+    ) -> None:
+        """`transformers_layers.compare_positions` of the ranks that share the sequence."""
+        compare_positions(
+            self._group_name, device, position_ids, self.accepted_positions, said, remedy
+        )
 
     def raise_on_all_ranks(
         self, device: torch.device, kind: type[Exception], said: str | None, remedy: str
@@ -302,12 +323,18 @@ class RingMode(TorchFunctionMode):
     ):  # fmt: skip
         """Of this rank's tokens (S_r, H, D), and the documents of all tokens."""
         keys = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k
+        documents = self._numbers(cu_seqlens_q)
+        if self.documents and list(self.documents) != documents:
+            self.refuse(
+                q,
+                "varlen_attention inside context_parallel(cu_seqlens=…) has other cu_seqlens_q than it",
+            )
         self._refuse("varlen_attention", q, cu_seqlens_k=keys, page_table=page_table, kv_lens=kv_lens, q_start=q_start,
                      kv_start=kv_start, kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         out, lse = ring_attention(
             *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, window=(window_left, window_right),
             scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            cu_seqlens=self._numbers(cu_seqlens_q), **self._options,
+            **self._options | {"cu_seqlens": documents},
         )  # fmt: skip
         return out[0].transpose(0, 1), lse[0]
 
@@ -319,10 +346,10 @@ class RingMode(TorchFunctionMode):
         """On the host: read once where all layers are given one tensor of a GPU, which is waited for."""
         if not cu_seqlens.is_cuda or cu_seqlens.is_inference():
             return cu_seqlens.tolist()
-        last = self._documents
+        last = self._last_read
         if last is None or last[0]() is not cu_seqlens or last[1] != cu_seqlens._version:
             last = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
-            self._documents = last
+            self._last_read = last
         return last[2]
 
     def _refuse(self, name: str, q: Tensor, **options: object) -> None:

@@ -141,10 +141,22 @@ class SequenceShards(NamedTuple):
         """Tokens of each rank."""
         return [sum(run.length for run in runs) for runs in self.ranks]
 
-    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """int64 (tokens of the rank,): the position of each of its tokens."""
+    def positions(
+        self, rank: int, device: torch.device | str | None = None, *,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """int64 (tokens of the rank,): the position of each of its tokens.
+
+        cu_seqlens: of packed documents, as for `ring_attention`; then positions begin with 0 in each document.
+        """
         parts = [torch.arange(run.start, run.end, device=device) for run in self.ranks[rank]]
-        return torch.cat([torch.arange(0, device=device), *parts])
+        positions = torch.cat([torch.arange(0, device=device), *parts])
+        documents = tuple(documents_of(cu_seqlens))
+        if not documents:
+            return positions
+        check_documents(documents, self.total)
+        begins = torch.tensor(documents[:-1], dtype=torch.int64, device=device)
+        return positions - begins[torch.bucketize(positions, begins, right=True) - 1]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """The rank's part of x, which has all positions (a copy, unless it is one run)."""

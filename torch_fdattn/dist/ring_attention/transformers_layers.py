@@ -8,9 +8,14 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
+
+from torch_fdattn.dist.consensus import digest_of, largest_on_all_ranks, raise_on_all_ranks
+from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
 
 if TYPE_CHECKING:
     from torch_fdattn.dist.ring_attention.context_parallel import RingMode
@@ -18,7 +23,8 @@ if TYPE_CHECKING:
 OURS = 'use attn_implementation="fdattn" (torch_fdattn.dropins.transformers.register())'
 POSITIONS = (
     "give the model position_ids, this rank's part of all positions: "
-    "(position_ids,) = shard_batch(group, shards, torch.arange(total)[None])"
+    "(position_ids,) = shard_batch(group, shards, torch.arange(total)[None]), or with cu_seqlens, which packed documents "
+    "need, positions that begin with 0 in each: shards.positions(rank, cu_seqlens=cu_seqlens)[None]"
 )
 #: Layers that look at no other token but by attention.
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -72,18 +78,43 @@ def check_model(config: object, total: int, place: str) -> None:
             )
 
 
-_checked: weakref.WeakKeyDictionary[RingMode, tuple[weakref.ref, int]] = weakref.WeakKeyDictionary()
+class AcceptedPositions(NamedTuple):
+    """What a rank's tokens may be given: int64 (tokens of the rank,), on the CPU. All ranks must be given the same kind."""
+
+    in_documents: Tensor
+    #: the same tensor where there are no documents
+    in_sequence: Tensor
+    documents: tuple[int, ...]
+    #: why the documents are none of this sequence
+    fault: str | None = None
+
+    @classmethod
+    def of(cls, shards: SequenceShards, rank: int, documents: tuple[int, ...]) -> AcceptedPositions:
+        in_sequence = shards.positions(rank)
+        if not documents:
+            return cls(in_sequence, in_sequence, documents)
+        try:
+            check_documents(documents, shards.total)
+        except ValueError as error:
+            return cls(in_sequence, in_sequence, documents, str(error))
+        return cls(shards.positions(rank, cu_seqlens=documents), in_sequence, documents)
+
+
+_checked: weakref.WeakKeyDictionary[RingMode, list[tuple[weakref.ref, int | None]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def check_positions(
     shards: RingMode, position_ids: Tensor | None, query: Tensor, place: str, mask: Tensor | None = None,
-    remedy: str = POSITIONS,
+    remedy: str = POSITIONS, cu_seq_lens: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
     """Whether the layer's position_ids are the shard's, once for each tensor: layers are given the same one.
 
     The tensor's identity is the same question on all ranks, which run the same program: so they ask each other alike.
 
     mask: what transformers made of the positions; a rank whose own are no single run has one, which says so.
+    cu_seq_lens: what the layer is told of packed documents, which must be those of `context_parallel`.
     """
     if position_ids is None:
         raise NotImplementedError(
@@ -91,25 +122,59 @@ def check_positions(
             "model does not hand them to its layers, and nothing shows which positions its tokens have: call "
             "torch_fdattn.dist.ring_attention in a model of your own"
         )
-    last = _checked.get(shards)
-    version = None if position_ids.is_inference() else position_ids._version
-    if None not in (version, last) and last[0]() is position_ids and last[1] == version:
-        return
-    own = shards.positions.to(position_ids.device)
-    said = difference(position_ids, own)
-    if said is None and mask is not None:
+    given = position_ids, *cu_seq_lens
+    last = _checked.get(shards, ())
+    versions = [None if x.is_inference() else x._version for x in given]
+    if None not in versions and len(last) == len(given):
+        pairs = zip(last, given, versions, strict=True)
+        if all(ref() is x and seen == version for (ref, seen), x, version in pairs):
+            return
+    said = None
+    if mask is not None:
         said = "there is padding, or positions that are no single run, which transformers takes for packed sequences"
-    shards.raise_on_all_ranks(query.device, ValueError, said, f"{place}: {remedy}")
-    _checked[shards] = weakref.ref(position_ids), version
+    for x in cu_seq_lens:
+        if x.tolist() != list(shards.documents):
+            said = f"the layers' cu_seq_lens are {shown(x)}, and context_parallel's cu_seqlens {shown(shards.documents)}"
+    shards.compare_positions(position_ids, query.device, said, f"{place}: {remedy}")
+    _checked[shards] = [(weakref.ref(x), v) for x, v in zip(given, versions, strict=True)]
+
+
+def compare_positions(
+    group_name: str, device: torch.device, position_ids: Tensor, accepted: AcceptedPositions, said: str | None,
+    remedy: str,
+) -> None:  # fmt: skip
+    """Raises ValueError on every rank unless the position_ids of all ranks are of one kind that is accepted.
+
+    said: what else this rank has to say against them, of several things the last. Waits for the device.
+    """
+    fault = difference(position_ids, accepted.in_documents)
+    other = fault
+    if accepted.in_sequence is not accepted.in_documents:
+        other = difference(position_ids, accepted.in_sequence)
+    said = accepted.fault or (said if fault is None or other is None else fault)
+    digest = digest_of(accepted.documents)
+    flags = said is not None, fault is not None, other is not None
+    is_wrong, *refused, largest, negated = largest_on_all_ranks(
+        group_name, device, [*flags, digest, -digest]
+    )
+    if largest != -negated:
+        said = f"cu_seqlens are {shown(accepted.documents)}"
+    elif not (is_wrong or all(refused)):
+        return
+    elif not is_wrong and (fault is None) != (other is None):
+        said = "position_ids begin with 0 in each document" if fault is None else "position_ids are of the whole sequence"  # fmt: skip
+    raise_on_all_ranks(group_name, device, ValueError, said, remedy)
 
 
 def difference(position_ids: Tensor, own: Tensor) -> str | None:
     """What is said of positions that are not the shard's own; waits for the device."""
-    if position_ids.shape[-1:] == own.shape and bool((position_ids == own).all()):
+    if position_ids.shape[-1:] == own.shape and bool((position_ids == own.to(position_ids.device)).all()):  # fmt: skip
         return None
-    return f"position_ids are {_shown(position_ids)} where the shard has {_shown(own)}"
+    rows = position_ids.reshape(-1, position_ids.shape[-1])
+    return f"position_ids are {shown(rows[0])} where the shard has {shown(own)}"
 
 
-def _shown(positions: Tensor) -> str:
-    numbers = positions.reshape(-1, positions.shape[-1])[0].tolist()
+def shown(numbers: Tensor | Sequence[int]) -> str:
+    """The first of them."""
+    numbers = numbers.tolist() if isinstance(numbers, Tensor) else list(numbers)
     return str(numbers) if len(numbers) <= 16 else f"[{', '.join(map(str, numbers[:16]))}, …]"
