@@ -9,11 +9,14 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, refusing_on_all_ranks
+from torch_fdattn.dist.decode.inputs import expect_lengths
+from torch_fdattn.dist.decode.op import tell_other_ranks
 from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_size
 from torch_fdattn.dist.ring_attention.sequence_shards import (
     SequenceShards,
     documents_of,
     expect_chunk,
+    expect_window_within,
     named_shards,
     prefixes_of,
 )
@@ -88,28 +91,34 @@ def decode(
         >>> out.shape
         torch.Size([1, 8, 1, 64])
     """
-    scale = checks.number("scale", scale)
-    left, right = window_bounds(window)
-    checks.expect_bool(causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded)
-    checks.expect_str(strategy=strategy)
+    checks.expect_tensor("q", q)
     group_name = name_of(group)
-    if isinstance(q, Tensor):
-        with refusing_on_all_ranks(group_name, q):
-            expect_block(invariant_block)
-    inner, outer = pair_of_names(hierarchy) or (None, None)
+    rank, world_size = rank_and_size(group_name)
     named = dict(
         page_table=page_table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks
     )  # fmt: skip
+    positions = q_start, kv_start
+    try:
+        scale = checks.number("scale", scale)
+        left, right = window_bounds(window)
+        checks.expect_bool(
+            causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded
+        )
+        checks.expect_str(strategy=strategy)
+        expect_block(invariant_block)
+        inner, outer = pair_of_names(hierarchy) or (None, None)
+        given = (pair for pair in named.items() if pair[1] is not None)
+        tensors = ("k_shard", k_shard), ("v_shard", v_shard)
+        checks.expect_types((*tensors, *given), (kv_lens, *positions), scale)
+        expect_lengths(kv_lens)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        tell_other_ranks(group_name, q, strategy, error)
+        raise
     options = dict(
         kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, softcap=softcap,
         batch_invariant=batch_invariant, strategy=strategy, head_sharded=head_sharded, inner_group=inner,
         outer_group=outer, invariant_block=invariant_block, **named,
     )  # fmt: skip
-    positions = q_start, kv_start
-    tensors = ("q", q), ("k_shard", k_shard), ("v_shard", v_shard)
-    given = (pair for pair in named.items() if pair[1] is not None)
-    checks.expect_types((*tensors, *given), (kv_lens, *positions), scale)
-    rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.dist_decode(
         q,
         k_shard,
@@ -246,6 +255,8 @@ def ring_attention(
         documents, prefixes = documents_of(cu_seqlens), prefixes_of(prefix_lens)
         if not isinstance(shards, SequenceShards):
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
+        if max(left, right) > 0:
+            expect_window_within(window, shards.total)
     return torch.ops.fdattn.ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,

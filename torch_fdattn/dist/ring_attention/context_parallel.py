@@ -32,6 +32,7 @@ from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.auto import AUTO
+from torch_fdattn.dist.ring_attention.local_attention import name_of_local_attention
 from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, prefixes_of
 from torch_fdattn.dist.ring_attention.transformers_layers import check_sdpa
@@ -160,22 +161,6 @@ def context_parallel(
             x.data = data
 
 
-#: Attention that reaches no call which the mode could take over (nn.MultiheadAttention and its layers).
-_LOCAL_ATTENTION = (
-    F.multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-    *(
-        overload
-        for name in ("decode", "paged_decode", "decode_out", "paged_decode_out")
-        for op in [getattr(torch.ops.fdattn, name)]
-        for overload in (op, op.default)
-    ),
-)
-
-
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -223,14 +208,14 @@ class RingMode(TorchFunctionMode):
         check_strategy(strategy, "context_parallel")
         expect_block(options.get("invariant_block"))
         expect_hierarchy(strategy, options.get("hierarchy"))
-        self._group_name, self._shards = group_name, shards
+        self._group_name, self._shards, self._total = group_name, shards, shards.total
         self._options = dict(group=group_name, shards=shards, strategy=strategy, **options)
         self._documents: tuple[weakref.ref[Tensor], int, list[int]] | None = None
 
     @property
     def total(self) -> int:
         """Tokens of all ranks."""
-        return self._shards.total
+        return self._total
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -255,15 +240,16 @@ class RingMode(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func in (torch.ops.fdattn.varlen_attention, torch.ops.fdattn.varlen_attention.default):
             return self._varlen_attention(*args, **kwargs)
-        if func in _LOCAL_ATTENTION:
-            name = getattr(func, "__name__", str(func))
-            raise NotImplementedError(
-                f"{name} inside context_parallel would attend to this rank's tokens only: call "
-                "F.scaled_dot_product_attention or torch_fdattn.attention"
-            )
         if func in _BACKWARDS:
             with _engine_in(self):
                 return func(*args, **kwargs)
+        name = name_of_local_attention(func, args, kwargs, self._shards.lengths[self._rank])
+        if name is not None:  # of all ranks, which run the same program
+            raise NotImplementedError(
+                f"{name} inside context_parallel would attend to this rank's tokens only: call "
+                "F.scaled_dot_product_attention or torch_fdattn.attention (of models of transformers, "
+                'use attn_implementation="fdattn")'
+            )
         return func(*args, **kwargs)
 
     def _sdpa(
@@ -284,7 +270,7 @@ class RingMode(TorchFunctionMode):
         window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None,
         sinks=None, attn_mask=None, dropout_p=0.0, dropout_seed=None, **options,
     ):  # fmt: skip
-        window = (window_left, window_right)
+        window = self._within(window_left, window_right)
         if not self._has_all_keys(attn_mask):
             options["attn_mask"] = attn_mask
         # Whether lengths count all ranks' tokens or this one's, nothing shows.
@@ -305,11 +291,15 @@ class RingMode(TorchFunctionMode):
         self._refuse("varlen_attention", q, cu_seqlens_k=keys, page_table=page_table, kv_lens=kv_lens, q_start=q_start,
                      kv_start=kv_start, kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         out, lse = ring_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, window=(window_left, window_right),
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, window=self._within(window_left, window_right),
             scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             cu_seqlens=self._numbers(cu_seqlens_q), **self._options,
         )  # fmt: skip
         return out[0].transpose(0, 1), lse[0]
+
+    def _within(self, *window: int) -> tuple[int, ...]:
+        """The same bounds; none where one is beyond the sequence, as a model's is over a short one."""
+        return tuple([-1 if bound >= self._total else bound for bound in window])
 
     def _has_all_keys(self, mask: Tensor | None) -> bool:
         """Whether a mask has a column for each position of the sequence, and not for this rank's alone."""
