@@ -189,6 +189,12 @@ def raise_on_all_ranks(
     raise kind(f"{remedy} ({ranks})")
 
 
+def empty_of_group(group_name: str) -> Tensor:
+    """A tensor for `like`, where a call has none: on the device on which the group's objects travel."""
+    group = distributed_c10d._resolve_process_group(group_name)
+    return torch.empty(0, device=distributed_c10d._get_object_coll_device(group))
+
+
 def consensus(
     group_name: str, like: Tensor, question: object, own: object, answer: str | None
 ) -> str | None:

@@ -25,8 +25,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from torch_fdattn.dist.consensus import (
     check_equal_on_all_ranks,
+    empty_of_group,
     raise_on_all_ranks,
     refuse_on_all_ranks,
+    refusing_on_all_ranks,
 )
 from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
@@ -79,11 +81,12 @@ def unshard_batch(
     rank = _rank(group_name, shards)
     joined = []
     for part in parts:
-        if part.shape[dim] != shards.lengths[rank]:
-            raise ValueError(
-                f"parts must have {shards.lengths[rank]} tokens in dim {dim} on rank {rank}, "
-                f"got {part.shape[dim]}"
-            )
+        with refusing_on_all_ranks(group_name, part):
+            if part.shape[dim] != shards.lengths[rank]:
+                raise ValueError(
+                    f"parts must have {shards.lengths[rank]} tokens in dim {dim} on rank {rank}, "
+                    f"got {part.shape[dim]}"
+                )
         rows = part.detach().movedim(dim, 0)
         equal = {"shards": shards, "dim": dim, "parts' dtype": part.dtype}
         check_equal_on_all_ranks(
@@ -139,22 +142,36 @@ def context_parallel(
         >>> out.shape
         torch.Size([1, 4, 16, 16])
     """
-    if len(buffers) != len(seq_dims):
-        raise ValueError(
-            f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
-        )
     group_name = name_of(group)
-    parts = [
-        shard_batch(group_name, shards, x, dim=dim)[0]
-        for x, dim in zip(buffers, seq_dims, strict=True)
-    ]
+    like = buffers[0] if buffers else empty_of_group(group_name)
+    with refusing_on_all_ranks(group_name, like):
+        if len(buffers) != len(seq_dims):
+            raise ValueError(
+                f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
+            )
+        prefixes = tuple(prefixes_of(prefix_lens)) or None
+        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes)
+        mode = RingMode(group_name, shards, strategy, **options)
+        parts = [
+            shard_batch(group_name, shards, x, dim=dim)[0]
+            for x, dim in zip(buffers, seq_dims, strict=True)
+        ]
+    check_equal_on_all_ranks(
+        group_name,
+        like,
+        {
+            "shards": shards,
+            "strategy": strategy,
+            "invariant_block": invariant_block,
+            "prefix_lens": prefixes,
+            "seq_dims": tuple(seq_dims),
+        },
+    )
     unsharded = [x.data for x in buffers]
     try:
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
-        prefixes = prefixes_of(prefix_lens) or None
-        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes)
-        with RingMode(group_name, shards, strategy, **options):
+        with mode:
             yield
     finally:
         for x, data in zip(buffers, unsharded, strict=True):

@@ -83,9 +83,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.check_scale(problem.scale)
     checks.check_scores(*problem.scores[:3], q)
     checks.check_dropout(*problem.dropout, q)
-    checks.check_lengths(
-        "kv_lens", problem.kv_lens, q, bound=problem.shards.total, reads_host=True
-    )
+    checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total, reads_host=True)
     if strategy in (*BY_HEADS, "star") and _is_trained(problem.scores.attn_mask):
         raise NotImplementedError(
             f"attn_mask of ring_attention has no gradient with strategy={strategy!r}: use another strategy, or give "
