@@ -95,7 +95,7 @@ def test_numbers_of_calls(group, rank_device) -> None:
 
 def test_batches_of_one_graph(group, rank_device) -> None:
     """Sizes that a graph leaves open are those of each run."""
-    run = compiled(lambda x: attended(x), group)
+    run = compiled(lambda x: attended(x), group, strategy="all_gather")
     x = tokens(rank_device, batch=2)
     torch._dynamo.mark_dynamic(x, 0)
     run(x)

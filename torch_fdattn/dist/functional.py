@@ -109,7 +109,7 @@ def decode(
         inner, outer = pair_of_names(hierarchy) or (None, None)
         given = (pair for pair in named.items() if pair[1] is not None)
         tensors = ("k_shard", k_shard), ("v_shard", v_shard)
-        checks.expect_types((*tensors, *given), (kv_lens, *positions), scale)
+        checks.expect_types((*tensors, *given), (kv_lens, *positions), scale, softcap)
         expect_lengths(kv_lens)
     except (TypeError, ValueError, NotImplementedError) as error:
         tell_other_ranks(group_name, q, strategy, error)
