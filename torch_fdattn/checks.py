@@ -77,12 +77,11 @@ def expect_convertible(name: str, value: object) -> None:
 
 def check_lengths(
     name: str, lengths: Tensor | None, q: Tensor, bound: int | None = None, like: str = "q",
-    batch: int | None = None, reads_host: bool = False,
+    batch: int | None = None,
 ) -> None:  # fmt: skip
     """A per-sequence integer tensor (B,) on the device of q (or what `like` names), or None.
 
     batch: of packed sequences, whose number is not q's first dimension.
-    reads_host: `bound` holds for a CPU tensor in any mode; else, and on GPUs, with TORCH_FDATTN_CHECK=1.
     """
     if lengths is None:
         return
@@ -93,7 +92,7 @@ def check_lengths(
     else:
         expect_shape(name, lengths, (batch,), "the sequences of cu_seqlens_q")
     expect_device(name, lengths, q.device, like)
-    if bound is not None and readable(lengths, reads_host):
+    if bound is not None and readable(lengths):
         low, high = (int(x) for x in torch.aminmax(lengths))
         if low < 0 or high > bound:
             raise ValueError(f"{name} must lie in [0, {bound}], got values from {low} to {high}")
@@ -221,13 +220,9 @@ def check_window(window_left: int, window_right: int) -> None:
         )
 
 
-def readable(tensor: Tensor, reads_host: bool = False) -> bool:
-    """Whether TORCH_FDATTN_CHECK=1, or `reads_host` for a CPU tensor, asks for a look at values that can be read: not on
-    meta, under capture or tracing.
-    """
-    if not (CHECK_VALUES or (reads_host and tensor.is_cpu)):
-        return False
-    if type(tensor) is not Tensor or tensor.is_meta or not tensor.numel():
+def readable(tensor: Tensor) -> bool:
+    """Whether TORCH_FDATTN_CHECK=1 asks for a look at values that can be read: not on meta, under capture or tracing."""
+    if not CHECK_VALUES or type(tensor) is not Tensor or tensor.is_meta or not tensor.numel():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

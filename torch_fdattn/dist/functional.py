@@ -187,18 +187,18 @@ def ring_attention(
         group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         shards: which positions each rank holds: a `SequenceShards`, the same on all ranks, or a name for
             shards of equal length, "contiguous" or "zigzag" (balanced under a causal mask).
-        causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence.
+        causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence, beyond which no window goes.
         softcap, alibi_slopes, sinks: as `torch_fdattn.attention`, of all heads, the same on every rank.
         cu_seqlens: packed documents: where each begins in the whole sequence, and where the last one ends (0, …, total),
             whatever the shards; the same for all B, and on every rank. Documents do not see each other. Its numbers are
             needed on the host: a tensor of a GPU is waited for.
-        kv_lens: int32 (B,), the same on every rank (compared on the CPU, or with TORCH_FDATTN_CHECK=1): positions of the
-            whole sequence from there on are padding, which no query sees. Queries keep their positions
-            (`torch_fdattn.attention` with q_start = 0).
+        kv_lens: int32 (B,), the same on every rank: positions of the whole sequence from there on are padding, which no query
+            sees. Queries keep their positions (`torch_fdattn.attention` with q_start = 0). Beyond the sequence they are
+            refused on the CPU, or with TORCH_FDATTN_CHECK=1.
         attn_mask: boolean or additive, broadcastable to (B, H, S_r, total): the rows of this rank's queries, whose columns
             are all keys in order of positions. On every rank or on none. With a gradient, but not of "ulysses",
             "ulysses_ring" and "star".
-        dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank (the seed compared as kv_lens are): with one
+        dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank: with one
             seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
             rank 0's generator draws it.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "one_sided" (copy engines bring K and V
@@ -226,7 +226,9 @@ def ring_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where
-            they disagree (on GPUs at the first call with such values), before any data moves.
+            they disagree, before any data moves. Compared are options, shapes and dtypes, and the contents of kv_lens,
+            dropout_seed, alibi_slopes, sinks and a mask of one row: on CPUs in every call; on GPUs in the first call
+            with such options and shapes, or with TORCH_FDATTN_CHECK=1 in every call.
         RuntimeError: torch.distributed is not initialised, or the collective failed or timed out.
 
     Examples:

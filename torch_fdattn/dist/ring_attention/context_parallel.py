@@ -124,9 +124,13 @@ def context_parallel(
     - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
       documents may lie over ranks' borders.
 
-    With other masks, lengths or positions, and packed documents with dropout, they raise NotImplementedError, and so do nn.MultiheadAttention, the
-    aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to this rank's tokens only. That is
-    what attention does that is not named here (`flex_attention`, kernels of other libraries).
+    With other masks, lengths or positions, and packed documents with dropout, they raise NotImplementedError, and so does
+    what would attend to this rank's tokens only: nn.MultiheadAttention, aten's ops of SDPA, `varlen_attn`,
+    torch_fdattn.attention_fp8, decode and paged_decode, ops of flash_attn and xformers, and attention written out, which
+    is known by a softmax over (B, H, S_r, S_r) scores or in a function named eager_attention_forward (`flex_attention`
+    raises Dynamo's error, which names it). Nothing sees functions that `torch.jit.trace` made outside, and other threads:
+    they attend to this rank's tokens, and so does attention in kernels that are not ops of torch.
+    A window beyond the sequence is none, as that of a model over a short one. Arguments are compared on entry.
     With activation checkpointing the backward belongs inside too, because it calls attention again.
 
     The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
