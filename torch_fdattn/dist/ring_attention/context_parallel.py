@@ -147,6 +147,7 @@ def context_parallel(
         torch.Size([1, 4, 16, 16])
     """
     group_name = name_of(group)
+    rank_and_size(group_name)  # which names the argument where no group has this name
     like = buffers[0] if buffers else empty_of_group(group_name)
     with refusing_on_all_ranks(group_name, like):
         if len(buffers) != len(seq_dims):

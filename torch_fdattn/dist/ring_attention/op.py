@@ -83,7 +83,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.check_scale(problem.scale)
     checks.check_scores(*problem.scores[:3], q)
     checks.check_dropout(*problem.dropout, q)
-    checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total, reads_host=True)
+    checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total)
+    _check_lengths_on_host(problem.kv_lens, problem.shards.total)
     if strategy in (*BY_HEADS, "star") and _is_trained(problem.scores.attn_mask):
         raise NotImplementedError(
             f"attn_mask of ring_attention has no gradient with strategy={strategy!r}: use another strategy, or give "
@@ -120,6 +121,15 @@ def expect_hierarchy(strategy: str, hierarchy: tuple | None) -> None:
     if (hierarchy is not None) != (strategy == "ulysses_ring"):
         expected = "a pair of groups (inner, outer)" if strategy == "ulysses_ring" else "None"
         raise ValueError(f"hierarchy must be {expected} with strategy={strategy!r}, got {hierarchy}")  # fmt: skip
+
+
+def _check_lengths_on_host(kv_lens: Tensor | None, total: int) -> None:
+    """As with TORCH_FDATTN_CHECK=1, where reading them waits for no device."""
+    if kv_lens is None or not kv_lens.is_cpu or is_traced(kv_lens) or not kv_lens.numel():
+        return
+    low, high = (int(x) for x in torch.aminmax(kv_lens))
+    if low < 0 or high > total:
+        raise ValueError(f"kv_lens must lie in [0, {total}], got values from {low} to {high}")
 
 
 def _check_prefix(prefix_lens: tuple[int, ...], window: tuple[int, int], chunk: int) -> None:
