@@ -27,7 +27,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: bench-ranks demo test test-capabilities test-slow test-browser test-overlays test-triton hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: bench-ranks demo test test-capabilities test-slow test-browser test-overlays test-triton hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings drawn-same-bits soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -109,6 +109,10 @@ drawn-forms: $(TESTED)  ## Five hundred forms of attention as models write it th
 drawn-rings: $(TESTED)  ## Five hundred cases of ring attention over RANKS=2 processes, against one: masks, documents, shards, dtypes, strategies; DRAWN=N for another number.
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) --redirects 3 --tee 0:3 \
 		-m tests.dist.drawn_rings $(if $(DRAWN),--count $(DRAWN))
+
+drawn-same-bits: $(TESTED)  ## A hundred cases of decode, and of ring attention by each strategy, with invariant_block on 2, 3, 4 and 8 processes: the bits of one; DRAWN=N for another number.
+	set -e; for ranks in 2 3 4 8; do DRAWN=$(or $(DRAWN),100) OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone \
+		--nproc-per-node $$ranks --redirects 3 --tee 0:3 -m pytest -q tests/dist/test_rank_invariant.py -k "test_decode or test_ring_attention"; done
 
 FUZZ := -m pytest -q -n 2 -k drawn tests/ops/decode/test_serving_drawn.py tests/ops/attention/test_attention_features.py tests/ops/varlen_attention/test_varlen_drawn.py
 

@@ -133,6 +133,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_linear",
                 "kv_cache",
                 "agreement",
+                "shared_contents",
                 "rank_invariant",
                 "invariant_caches",
                 "llm",

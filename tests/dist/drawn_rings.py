@@ -80,8 +80,10 @@ class Case:
         if self.given["causal"]:
             seen &= distance >= 0
         if rng.random() < 0.4:
-            left = rng.choice([-1, 0, rng.randint(1, 40)])
-            right = -1 if self.given["causal"] else rng.choice([-1, 0, rng.randint(1, 30)])
+            left = rng.choice([-1, 0, min(rng.randint(1, 40), total)])
+            right = (
+                -1 if self.given["causal"] else rng.choice([-1, 0, min(rng.randint(1, 30), total)])
+            )
             self.given["window"] = left, right
             seen &= (distance <= left) if left >= 0 else True
             seen &= (-distance <= right) if right >= 0 else True

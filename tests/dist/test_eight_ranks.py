@@ -1,4 +1,5 @@
-"""Eight ranks, as a host of users has GPUs: every strategy by the error rule, shards even, uneven and empty.
+"""Eight ranks, as a host of users has GPUs: every strategy by the error rule, shards even, uneven and empty; drawn cases of
+`invariant_block`, which have the bits of one rank.
 
     torchrun --nproc-per-node 8 -m pytest tests/dist/test_eight_ranks.py
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.dist import test_rank_invariant
 from tests.dist.dense_layers import DIM, HIDDEN, config, dense_attention, dense_mlp
 from tests.dist.parts import parameter_part, rank_part
 from tests.dist.test_decode_strategies import by
@@ -123,6 +125,23 @@ def test_ring(group, rank_device, hierarchies, strategy, shards, dtype) -> None:
 @pytest.mark.parametrize(("shards", "dtype"), [("zigzag", DTYPES[0]), ("empty", DTYPES[1])])
 def test_ring_one_sided(group, rank_device, kernels, shards, dtype) -> None:
     check_ring(group, rank_device, ring_shards()[shards], dtype, "one_sided")
+
+
+@pytest.fixture(scope="module")
+def alone(group: str) -> str:
+    """The name of the group of this rank alone."""
+    return [dist.new_group([r]) for r in range(RANKS)][dist.get_rank()].group_name
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("strategy", test_rank_invariant.INVARIANT)
+def test_same_bits_of_ring_attention(group, alone, rank_device, strategy, seed) -> None:
+    test_rank_invariant.check_ring(group, alone, rank_device, seed, strategy)
+
+
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_same_bits_of_decode(group, alone, rank_device, seed) -> None:
+    test_rank_invariant.check_decode(group, alone, rank_device, seed)
 
 
 class Layers(nn.Module):

@@ -93,8 +93,8 @@ def draw(seed: int, world: int, device: str):
     causal = rng.random() < 0.6
     window = None
     if rng.random() < 0.4:
-        left = rng.choice([-1, 0, rng.randint(1, 40)])
-        window = (left, -1 if causal else rng.choice([-1, 0, rng.randint(1, 30)]))
+        left = rng.choice([-1, 0, min(rng.randint(1, 40), total)])
+        window = (left, -1 if causal else rng.choice([-1, 0, min(rng.randint(1, 30), total)]))
     dtypes = [torch.float32, torch.float32, torch.float16, torch.bfloat16]
     case = AttentionCase(
         seed, rng.choice([1, 2]), kv_heads * per_head, kv_heads, total, total, rng.choice([16, 32, 40]),

@@ -39,7 +39,7 @@ def test_drawn(group, rank_device, seed, strategy) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     total = rng.choice([7, 40, 83])
     shards = drawn_shards(rng, total, world)
-    window = rng.choice([None, (rng.randint(0, 40), 0)])
+    window = rng.choice([None, (min(rng.randint(0, 40), total), 0)])
     given = dict(causal=window is not None or rng.random() < 0.5, window=window, dropout_p=rng.choice([0.1, 0.5, 1.0]))  # fmt: skip
     inputs = normal(drawn_heads(rng, strategy), total, rank_device)
     dout, dlse = torch.randn_like(inputs[0]), torch.randn_like(inputs[0][..., 0])
@@ -183,13 +183,12 @@ def test_refusals(group, rank_device) -> None:
                 ring_attention(q, k, v, group, dropout_p=0.5, dropout_seed=mine)
     with pytest.raises(ValueError, match=r"dropout_p must be from 0 to 1, got 1.5"):
         ring_attention(q, k, v, group, dropout_p=1.5)
-    raised = TypeError if rank == 0 else NotImplementedError
     seed = seed_of(0, rank_device).to(torch.int32 if rank == 0 else torch.int64)
-    with pytest.raises(raised, match="dropout_seed must be int64"):
+    with pytest.raises(TypeError, match="dropout_seed must be int64"):
         ring_attention(q, k, v, group, dropout_p=0.5, dropout_seed=seed)
-    with pytest.raises(raised, match="dropout_p must be a number, got"):
+    with pytest.raises(TypeError, match="dropout_p must be a number, got"):
         ring_attention(q, k, v, group, dropout_p="a" if rank == 0 else 0.5)
-    with pytest.raises(ValueError if rank == 0 else NotImplementedError, match="strategy must be"):
+    with pytest.raises(ValueError, match="strategy must be"):
         ring_attention(q, k, v, group, strategy="rings" if rank == 0 else "star")
     shards = SequenceShards.contiguous(6 * world, world)
     begins = torch.tensor([0, 6 * world], dtype=torch.int32, device=rank_device)

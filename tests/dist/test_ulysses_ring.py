@@ -25,7 +25,7 @@ def options_of(rng: random.Random, heads: int, total: int, device: torch.device)
     causal = rng.random() < 0.6
     given = dict(causal=causal, softcap=rng.choice([0.0, 4.0]))
     if causal and rng.random() < 0.4:
-        given["window"] = rng.randint(0, 40), 0
+        given["window"] = min(rng.randint(0, 40), total), 0
     if rng.random() < 0.4:
         given["alibi_slopes"] = torch.rand(heads, dtype=torch.float64, device=device)
     if rng.random() < 0.4:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
+    from torch_fdattn.compile_backend.options import Options
     from torch_fdattn.compile_backend.report import Report
 
 
@@ -65,13 +66,27 @@ def fdattn(
         >>> torch.allclose(compiled(q, k, v), layer(q, k, v), atol=1e-5)
         True
     """
-    from torch_fdattn.compile_backend.lowering import lower
     from torch_fdattn.compile_backend.options import split
+
+    own, others = split(options, mode)
+    if own.context_parallel is None or own.dryrun:
+        return _compiled(gm, inputs, own, mode, others)
+    from torch_fdattn.compile_backend.context_parallel import agreement
+
+    group_name = own.context_parallel.group_name
+    with agreement.refusing_on_all_ranks(group_name):
+        compiled = _compiled(gm, inputs, own, mode, others)
+    return agreement.comparing(compiled, gm, inputs, group_name)
+
+
+def _compiled(
+    gm: GraphModule, inputs: list[Any], own: Options, mode: str | None, others: dict[str, Any]
+) -> Callable[..., Any]:
+    from torch_fdattn.compile_backend.lowering import lower
     from torch_fdattn.compile_backend.record import record
     from torch_fdattn.compile_backend.rewrite import rewrite
     from torch_fdattn.compile_backend.torch_sdpa import applies
 
-    own, others = split(options, mode)
     report = rewrite(
         gm, dryrun=own.dryrun, context=own.context_parallel,
         no_fully_masked_rows=own.no_fully_masked_rows, sdpa_on_cpu=applies(own.lower),

@@ -40,7 +40,7 @@ def split(options: dict[str, Any] | None, mode: str | None) -> tuple[Options, di
     if own.lower not in _LOWERINGS:
         raise ValueError(f'options["lower"] must be one of {_LOWERINGS}, got {own.lower!r}')
     own = own._replace(
-        context_parallel=context_parallel.parse(own.context_parallel),
+        context_parallel=context_parallel.parse(own.context_parallel, tells_ranks=not own.dryrun),
         tensor_parallel=passes.parse(own.tensor_parallel),
     )
     _check_names(others)

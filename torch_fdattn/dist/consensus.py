@@ -35,6 +35,9 @@ _left: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str | None, int]] = (
 )
 _assumed = threading.local()
 _REFUSED = "what a rank refuses"
+#: What a rank may refuse by; a subclass travels as the first of them that it is.
+_REFUSALS = {x.__name__: x for x in (TypeError, ValueError, NotImplementedError)}
+_MAX_SHOWN = 16  # numbers of a tensor that an error shows
 
 
 def wants_gradients(*tensors: Tensor) -> dict[str, object]:
@@ -62,9 +65,13 @@ def equality_is_assumed() -> bool:
 
 
 def check_equal_on_all_ranks(
-    group_name: str, like: Tensor, values: Mapping[str, object], once: bool = False
-) -> None:
+    group_name: str, like: Tensor, values: Mapping[str, object], once: bool = False,
+    contents: Mapping[str, Tensor | None] | None = None,
+) -> None:  # fmt: skip
     """Compares what must be equal on all ranks, before any data moves.
+
+    contents: tensors whose numbers must be equal too. They are read whenever `values` are compared, and never tell one
+    call from another: on GPUs those of the first call with such values are compared, and no later ones.
 
     CPU tensors: 8 bytes a rank in every call (but see `assume_equal_on_all_ranks`), unless `once` is set: for
     exchanges that do not use the group's collectives and find a dead rank themselves. On other devices a small
@@ -89,7 +96,10 @@ def check_equal_on_all_ranks(
     if digest is not None and not every_time:
         return
     raise_faults(group_name)  # a dead rank would not come to the comparison
-    if digest is None:
+    if contents:
+        values = {**values, **{name: numbers_of(x) for name, x in contents.items()}}
+        digest = _digest(tuple(values.items()))
+    elif digest is None:
         digest = _digest(key)
     if not (on_cpu and _digests_are_equal(group, digest)):
         _compare(group, values)
@@ -98,10 +108,24 @@ def check_equal_on_all_ranks(
     compared[key] = digest
 
 
+def numbers_of(x: Tensor | None) -> str | None:
+    """A tensor's numbers for `check_equal_on_all_ranks`: as they are where they are few, else 64 bits of them.
+
+    A tensor of a GPU is waited for.
+    """
+    if x is None:
+        return None
+    x = x.detach().cpu().contiguous()
+    if x.numel() <= _MAX_SHOWN:
+        return str(x.tolist())
+    digest = hashlib.blake2b(x.view(-1).view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    return f"{x.dtype} {tuple(x.shape)} of digest {digest}"
+
+
 def refuse_on_all_ranks(group_name: str, like: Tensor, message: str) -> NoReturn:
     """Raises NotImplementedError; ranks that come to `check_equal_on_all_ranks` of the same call raise it as well."""
-    check_equal_on_all_ranks(group_name, like, {_REFUSED: message})
-    raise NotImplementedError(message)
+    tell_refusal(group_name, like, error := NotImplementedError(message))
+    raise error
 
 
 @contextlib.contextmanager
@@ -124,14 +148,27 @@ def leaving_by_exceptions(group_name: str, call: str) -> Iterator[Callable[[], N
 
 @contextlib.contextmanager
 def refusing_on_all_ranks(group_name: str, like: Tensor) -> Iterator[None]:
-    """What is refused inside it, before `check_equal_on_all_ranks` of the same call, the other ranks raise there as well."""
+    """What is refused inside it, before `check_equal_on_all_ranks` of the same call, the other ranks raise there as well,
+    by the same type.
+    """
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if not is_traced(like):
-            with contextlib.suppress(ValueError, NotImplementedError):
-                check_equal_on_all_ranks(group_name, like, {_REFUSED: str(error)})
+    except tuple(_REFUSALS.values()) as error:
+        tell_refusal(group_name, like, error)
         raise
+
+
+def tell_refusal(group_name: str, like: Tensor, error: Exception, once: bool = False) -> None:
+    """The other ranks raise what this one is about to raise, where they come to `check_equal_on_all_ranks` of this call.
+
+    once: they may come to none, for they compare new calls alone; they are told only if no call was compared yet.
+    """
+    group = distributed_c10d._resolve_process_group(group_name)
+    if is_traced(like) or (once and not checks.CHECK_VALUES and _compared.get(group)):
+        return
+    kind = next(name for name, kind in _REFUSALS.items() if isinstance(error, kind))
+    with contextlib.suppress(*_REFUSALS.values()):
+        check_equal_on_all_ranks(group_name, like, {_REFUSED: (kind, str(error))})
 
 
 def largest_on_all_ranks(
@@ -159,6 +196,12 @@ def raise_on_all_ranks(
     raise kind(f"{remedy} ({ranks})")
 
 
+def empty_of_group(group_name: str) -> Tensor:
+    """A tensor for `like`, where a call has none: on the device on which the group's objects travel."""
+    group = distributed_c10d._resolve_process_group(group_name)
+    return torch.empty(0, device=distributed_c10d._get_object_coll_device(group))
+
+
 def consensus(
     group_name: str, like: Tensor, question: object, own: object, answer: str | None
 ) -> str | None:
@@ -174,6 +217,7 @@ def consensus(
     if key not in remembered and not capturing:
         raise_faults(group_name)
         answers = _gather(group, (question, answer))
+        _raise_refusal(answers)
         if any(theirs[0] != question for theirs in answers):
             return None
         if len(remembered) >= _MAX_REMEMBERED:
@@ -209,12 +253,19 @@ def _await_after_leaving(group: dist.ProcessGroup, group_name: str) -> None:
     _left[group] = None, count
 
 
+def _raise_refusal(by_rank: list) -> None:
+    """The first one among what ranks have sent."""
+    for rank, theirs in enumerate(by_rank):
+        if isinstance(theirs, dict) and _REFUSED in theirs:
+            kind, message = theirs[_REFUSED]
+            raise _REFUSALS[kind](f"{message} (on rank {rank})")
+
+
 def _compare(group: dist.ProcessGroup, values: Mapping[str, object]) -> None:
     """Raises on every rank, naming what differs."""
-    by_rank = _gather(group, {name: str(value) for name, value in values.items()})
-    for rank, theirs in enumerate(by_rank):
-        if _REFUSED in theirs:
-            raise NotImplementedError(f"{theirs[_REFUSED]} (on rank {rank})")
+    texts_here = {name: v if name == _REFUSED else str(v) for name, v in values.items()}
+    by_rank = _gather(group, texts_here)
+    _raise_refusal(by_rank)
     for name in values:
         texts = [theirs.get(name) for theirs in by_rank]
         if len(set(texts)) > 1:

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from torch_fdattn import checks
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, refusing_on_all_ranks
+from torch_fdattn.dist.decode.inputs import expect_lengths
+from torch_fdattn.dist.decode.op import tell_other_ranks
 from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_size
 from torch_fdattn.dist.ring_attention.sequence_shards import (
     SequenceShards,
     documents_of,
     expect_chunk,
+    expect_window_within,
     named_shards,
     prefixes_of,
 )
@@ -88,28 +91,34 @@ def decode(
         >>> out.shape
         torch.Size([1, 8, 1, 64])
     """
-    scale = checks.number("scale", scale)
-    left, right = window_bounds(window)
-    checks.expect_bool(causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded)
-    checks.expect_str(strategy=strategy)
+    checks.expect_tensor("q", q)
     group_name = name_of(group)
-    if isinstance(q, Tensor):
-        with refusing_on_all_ranks(group_name, q):
-            expect_block(invariant_block)
-    inner, outer = pair_of_names(hierarchy) or (None, None)
+    rank, world_size = rank_and_size(group_name)
     named = dict(
         page_table=page_table, k_scale=k_scale, v_scale=v_scale, alibi_slopes=alibi_slopes, sinks=sinks
     )  # fmt: skip
+    positions = q_start, kv_start
+    try:
+        scale = checks.number("scale", scale)
+        left, right = window_bounds(window)
+        checks.expect_bool(
+            causal=causal, batch_invariant=batch_invariant, head_sharded=head_sharded
+        )
+        checks.expect_str(strategy=strategy)
+        expect_block(invariant_block)
+        inner, outer = pair_of_names(hierarchy) or (None, None)
+        given = (pair for pair in named.items() if pair[1] is not None)
+        tensors = ("k_shard", k_shard), ("v_shard", v_shard)
+        checks.expect_types((*tensors, *given), (kv_lens, *positions), scale, softcap)
+        expect_lengths(kv_lens)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        tell_other_ranks(group_name, q, strategy, error)
+        raise
     options = dict(
         kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, softcap=softcap,
         batch_invariant=batch_invariant, strategy=strategy, head_sharded=head_sharded, inner_group=inner,
         outer_group=outer, invariant_block=invariant_block, **named,
     )  # fmt: skip
-    positions = q_start, kv_start
-    tensors = ("q", q), ("k_shard", k_shard), ("v_shard", v_shard)
-    given = (pair for pair in named.items() if pair[1] is not None)
-    checks.expect_types((*tensors, *given), (kv_lens, *positions), scale)
-    rank, world_size = rank_and_size(group_name)
     return torch.ops.fdattn.dist_decode(
         q,
         k_shard,
@@ -178,18 +187,18 @@ def ring_attention(
         group: the process group: itself, its name, a DeviceMesh of one dimension, or None for the default one.
         shards: which positions each rank holds: a `SequenceShards`, the same on all ranks, or a name for
             shards of equal length, "contiguous" or "zigzag" (balanced under a causal mask).
-        causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence.
+        causal, window, scale: as `torch_fdattn.attention`, in positions of the whole sequence, beyond which no window goes.
         softcap, alibi_slopes, sinks: as `torch_fdattn.attention`, of all heads, the same on every rank.
         cu_seqlens: packed documents: where each begins in the whole sequence, and where the last one ends (0, …, total),
             whatever the shards; the same for all B, and on every rank. Documents do not see each other. Its numbers are
             needed on the host: a tensor of a GPU is waited for.
-        kv_lens: int32 (B,), the same on every rank (compared on the CPU, or with TORCH_FDATTN_CHECK=1): positions of the
-            whole sequence from there on are padding, which no query sees. Queries keep their positions
-            (`torch_fdattn.attention` with q_start = 0).
+        kv_lens: int32 (B,), the same on every rank: positions of the whole sequence from there on are padding, which no query
+            sees. Queries keep their positions (`torch_fdattn.attention` with q_start = 0). Beyond the sequence they are
+            refused on the CPU, or with TORCH_FDATTN_CHECK=1.
         attn_mask: boolean or additive, broadcastable to (B, H, S_r, total): the rows of this rank's queries, whose columns
             are all keys in order of positions. On every rank or on none. With a gradient, but not of "ulysses",
             "ulysses_ring" and "star".
-        dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank (the seed compared as kv_lens are): with one
+        dropout_p, dropout_seed: as `torch_fdattn.attention`, the same on every rank: with one
             seed the same weights are dropped on any number of ranks, in positions of the whole sequence. Without a seed
             rank 0's generator draws it.
         strategy: "ring" (K and V go round; least memory), "all_gather" (of K and V), "one_sided" (copy engines bring K and V
@@ -217,7 +226,9 @@ def ring_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came; also on all ranks where
-            they disagree (on GPUs at the first call with such values), before any data moves.
+            they disagree, before any data moves. Compared are options, shapes and dtypes, and the contents of kv_lens,
+            dropout_seed, alibi_slopes, sinks and a mask of one row: on CPUs in every call; on GPUs in the first call
+            with such options and shapes, or with TORCH_FDATTN_CHECK=1 in every call.
         RuntimeError: torch.distributed is not initialised, or the collective failed or timed out.
 
     Examples:
@@ -246,6 +257,8 @@ def ring_attention(
         documents, prefixes = documents_of(cu_seqlens), prefixes_of(prefix_lens)
         if not isinstance(shards, SequenceShards):
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
+        if max(left, right) > 0:
+            expect_window_within(window, shards.total)
     return torch.ops.fdattn.ring_attention(
         q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,

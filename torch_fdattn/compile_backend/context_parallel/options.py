@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -66,8 +67,10 @@ class ContextParallel(NamedTuple):
         return given
 
 
-def parse(option: object) -> ContextParallel | None:
+def parse(option: object, tells_ranks: bool = False) -> ContextParallel | None:
     """What a user gave.
+
+    tells_ranks: what is refused the other ranks raise where they run a graph that they compiled.
 
     Raises:
         TypeError, ValueError: naming the option, what was expected and what came.
@@ -75,12 +78,8 @@ def parse(option: object) -> ContextParallel | None:
     """
     if option is None:
         return None
-    from torch_fdattn.dist.decode.hierarchical import check_hierarchy
-    from torch_fdattn.dist.decode.partial_states import MergeGroup
-    from torch_fdattn.dist.groups import name_of, pair_of_names, rank_and_size
-    from torch_fdattn.dist.ring_attention.context_parallel import check_strategy
-    from torch_fdattn.dist.ring_attention.op import expect_hierarchy
-    from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+    from torch_fdattn.compile_backend.context_parallel.agreement import refusing_on_all_ranks
+    from torch_fdattn.dist.groups import name_of, rank_and_size
 
     given = option if isinstance(option, dict) else {"group": option}
     if "group" not in given or not set(given) <= set(_KEYS):
@@ -91,6 +90,18 @@ def parse(option: object) -> ContextParallel | None:
     of_group = f'{OPTION}["group"]' if isinstance(option, dict) else OPTION
     name = name_of(given["group"], of_group)
     rank, world_size = rank_and_size(name, of_group)
+    with refusing_on_all_ranks(name) if tells_ranks else contextlib.nullcontext():
+        return _checked(given, name, rank, world_size)
+
+
+def _checked(given: dict, name: str, rank: int, world_size: int) -> ContextParallel:
+    from torch_fdattn.dist.decode.hierarchical import check_hierarchy
+    from torch_fdattn.dist.decode.partial_states import MergeGroup
+    from torch_fdattn.dist.groups import pair_of_names
+    from torch_fdattn.dist.ring_attention.context_parallel import check_strategy
+    from torch_fdattn.dist.ring_attention.op import expect_hierarchy
+    from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
+
     shards, strategy = given.get("shards", "contiguous"), given.get("strategy", "ring")
     if isinstance(shards, SequenceShards):
         if shards.world_size != world_size:

@@ -57,6 +57,14 @@ class CacheShard(NamedTuple):
         return self.k.shape[2] * pages
 
 
+def expect_lengths(kv_lens: Tensor | None) -> None:
+    """They are given."""
+    if kv_lens is None:
+        raise TypeError(
+            "kv_lens must be an int32 (or int64) tensor of global lengths (batch,), got None"
+        )
+
+
 def check_tensors(q: Tensor, shard: CacheShard, kv_lens: Tensor | None, q_start, kv_start) -> None:
     """The caller's tensors, by the caller's names."""
     k, v = shard.k, shard.v
@@ -81,10 +89,7 @@ def check_tensors(q: Tensor, shard: CacheShard, kv_lens: Tensor | None, q_start,
                 "page_table must have shape (batch, pages a sequence), "
                 f"got {tuple(shard.page_table.shape)}"
             )
-    if kv_lens is None:
-        raise TypeError(
-            "kv_lens must be an int32 (or int64) tensor of global lengths (batch,), got None"
-        )
+    expect_lengths(kv_lens)
     # The bound is the same on all ranks, so that under TORCH_FDATTN_CHECK all of them raise or none.
     checks.check_lengths("kv_lens", kv_lens, q, bound=FAR)
     checks.check_lengths("q_start", q_start, q)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torch_fdattn.dist.consensus import (
     check_equal_on_all_ranks,
-    refusing_on_all_ranks,
+    equality_is_assumed,
+    tell_refusal,
     wants_gradients,
 )
 from torch_fdattn.dist.decode import (
@@ -72,6 +73,15 @@ def check_strategy(strategy: str, hierarchy: tuple[str | None, str | None] | Non
         raise ValueError(
             f"hierarchy must be {expected} with strategy={strategy!r}, got {hierarchy!r}"
         )
+
+
+def tell_other_ranks(group_name: str, q: Tensor, strategy: str, error: Exception) -> None:
+    """They raise too what this rank refuses, if they compare this call before they exchange anything."""
+    on_cpu = q.device.type == "cpu"
+    if strategy == "auto" and on_cpu and library.INTERPRET:
+        return  # they may be about to ask each other what memory they can map
+    once = not on_cpu or strategy in ONE_SIDED or equality_is_assumed()
+    tell_refusal(group_name, q, error, once)
 
 
 def _check_merge(q: Tensor, group: MergeGroup, strategy: str) -> None:
@@ -197,32 +207,35 @@ def _dist_decode(
     strategy="auto", head_sharded=False, inner_group=None, outer_group=None, invariant_block=None,
 ):  # fmt: skip
     shard = CacheShard(k_shard, v_shard, page_table)
-    check_tensors(q, shard, kv_lens, q_start, kv_start)
     hierarchy = None if inner_group is None and outer_group is None else (inner_group, outer_group)
-    check_strategy(strategy, hierarchy)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     group = MergeGroup(group_name, rank, world_size, head_sharded, inner_group, outer_group)
-    _check_merge(q, group, strategy)
-    if hierarchy is not None:
-        hierarchical.check_hierarchy(group)
-    check_positions(shard, kv_block, kv_start, world_size)
-    mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
-    scale = default_scale(q, scale)
-    extras = ExtraOptions(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
-    where = shard.capacity, mask, kv_block, rank, world_size
-    runs_kernels = _runs_kernels(q, shard, mask, extras)
-    if runs_kernels:
-        local, global_lens = kernel_mask(q, *where, alibi_slopes is not None)
-        check_local_call(q, shard, local, scale, extras, global_lens)
-    else:
-        local = local_mask(q, *where)
-        check_local_call(q, shard, local, scale, extras)
-    inputs = [x for x in (q, k_shard, v_shard, *extras) if isinstance(x, Tensor)]
-    gradients = wants_gradients(*inputs)
-    if invariant_block is not None:
-        trained = any(gradients.values())
-        with refusing_on_all_ranks(group_name, q):
+    try:
+        check_tensors(q, shard, kv_lens, q_start, kv_start)
+        check_strategy(strategy, hierarchy)
+        _check_merge(q, group, strategy)
+        if hierarchy is not None:
+            hierarchical.check_hierarchy(group)
+        check_positions(shard, kv_block, kv_start, world_size)
+        mask = options_to_mask(kv_lens, q_start, kv_start, causal, window_left, window_right, 0, 0)
+        scale = default_scale(q, scale)
+        extras = ExtraOptions(k_scale, v_scale, softcap, alibi_slopes, sinks, batch_invariant)
+        where = shard.capacity, mask, kv_block, rank, world_size
+        runs_kernels = _runs_kernels(q, shard, mask, extras)
+        if runs_kernels:
+            local, global_lens = kernel_mask(q, *where, alibi_slopes is not None)
+            check_local_call(q, shard, local, scale, extras, global_lens)
+        else:
+            local = local_mask(q, *where)
+            check_local_call(q, shard, local, scale, extras)
+        inputs = [x for x in (q, k_shard, v_shard, *extras) if isinstance(x, Tensor)]
+        gradients = wants_gradients(*inputs)
+        if invariant_block is not None:
+            trained = any(gradients.values())
             rank_invariant.check(invariant_block, shard, kv_block, mask, strategy, trained)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        tell_other_ranks(group_name, q, strategy, error)
+        raise
     if world_size == 1:
         strategy = "none"
     elif strategy == "auto":

@@ -25,13 +25,16 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from torch_fdattn.dist.consensus import (
     check_equal_on_all_ranks,
+    empty_of_group,
     raise_on_all_ranks,
     refuse_on_all_ranks,
+    refusing_on_all_ranks,
 )
 from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.auto import AUTO
+from torch_fdattn.dist.ring_attention.local_attention import name_of_local_attention
 from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
 from torch_fdattn.dist.ring_attention.sequence_shards import (
     SequenceShards,
@@ -86,11 +89,12 @@ def unshard_batch(
     rank = _rank(group_name, shards)
     joined = []
     for part in parts:
-        if part.shape[dim] != shards.lengths[rank]:
-            raise ValueError(
-                f"parts must have {shards.lengths[rank]} tokens in dim {dim} on rank {rank}, "
-                f"got {part.shape[dim]}"
-            )
+        with refusing_on_all_ranks(group_name, part):
+            if part.shape[dim] != shards.lengths[rank]:
+                raise ValueError(
+                    f"parts must have {shards.lengths[rank]} tokens in dim {dim} on rank {rank}, "
+                    f"got {part.shape[dim]}"
+                )
         rows = part.detach().movedim(dim, 0)
         equal = {"shards": shards, "dim": dim, "parts' dtype": part.dtype}
         check_equal_on_all_ranks(
@@ -131,9 +135,13 @@ def context_parallel(
     - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
       documents may lie over ranks' borders.
 
-    With other masks, lengths or positions, and packed documents with dropout, they raise NotImplementedError, and so do nn.MultiheadAttention, the
-    aten op of SDPA, torch_fdattn.decode and paged_decode: silently they would attend to this rank's tokens only. That is
-    what attention does that is not named here (`flex_attention`, kernels of other libraries).
+    With other masks, lengths or positions, and packed documents with dropout, they raise NotImplementedError, and so does
+    what would attend to this rank's tokens only: nn.MultiheadAttention, aten's ops of SDPA, `varlen_attn`,
+    torch_fdattn.attention_fp8, decode and paged_decode, ops of flash_attn and xformers, and attention written out, which
+    is known by a softmax over (B, H, S_r, S_r) scores or in a function named eager_attention_forward (`flex_attention`
+    raises Dynamo's error, which names it). Nothing sees functions that `torch.jit.trace` made outside, and other threads:
+    they attend to this rank's tokens, and so does attention in kernels that are not ops of torch.
+    A window beyond the sequence is none, as that of a model over a short one. Arguments are compared on entry.
     With activation checkpointing the backward belongs inside too, because it calls attention again.
 
     The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
@@ -149,42 +157,42 @@ def context_parallel(
         >>> out.shape
         torch.Size([1, 4, 16, 16])
     """
-    if len(buffers) != len(seq_dims):
-        raise ValueError(
-            f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
-        )
     group_name = name_of(group)
-    parts = [
-        shard_batch(group_name, shards, x, dim=dim)[0]
-        for x, dim in zip(buffers, seq_dims, strict=True)
-    ]
+    rank_and_size(group_name)  # which names the argument where no group has this name
+    like = buffers[0] if buffers else empty_of_group(group_name)
+    with refusing_on_all_ranks(group_name, like):
+        if len(buffers) != len(seq_dims):
+            raise ValueError(
+                f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
+            )
+        prefixes, documents = prefixes_of(prefix_lens) or None, documents_of(cu_seqlens) or None
+        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes, cu_seqlens=documents)  # fmt: skip
+        mode = RingMode(group_name, shards, strategy, **options)
+        parts = [
+            shard_batch(group_name, shards, x, dim=dim)[0]
+            for x, dim in zip(buffers, seq_dims, strict=True)
+        ]
+    check_equal_on_all_ranks(
+        group_name,
+        like,
+        {
+            "shards": shards,
+            "strategy": strategy,
+            "invariant_block": invariant_block,
+            "prefix_lens": prefixes,
+            "cu_seqlens": documents,
+            "seq_dims": tuple(seq_dims),
+        },
+    )
     unsharded = [x.data for x in buffers]
     try:
         for x, part in zip(buffers, parts, strict=True):
             x.data = part
-        prefixes, documents = prefixes_of(prefix_lens) or None, documents_of(cu_seqlens) or None
-        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes, cu_seqlens=documents)  # fmt: skip
-        with RingMode(group_name, shards, strategy, **options):
+        with mode:
             yield
     finally:
         for x, data in zip(buffers, unsharded, strict=True):
             x.data = data
-
-
-#: Attention that reaches no call which the mode could take over (nn.MultiheadAttention and its layers).
-_LOCAL_ATTENTION = (
-    F.multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-    *(
-        overload
-        for name in ("decode", "paged_decode", "decode_out", "paged_decode_out")
-        for op in [getattr(torch.ops.fdattn, name)]
-        for overload in (op, op.default)
-    ),
-)
 
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -234,7 +242,7 @@ class RingMode(TorchFunctionMode):
         check_strategy(strategy, "context_parallel")
         expect_block(options.get("invariant_block"))
         expect_hierarchy(strategy, options.get("hierarchy"))
-        self._group_name, self._shards = group_name, shards
+        self._group_name, self._shards, self._total = group_name, shards, shards.total
         self._options = dict(group=group_name, shards=shards, strategy=strategy, **options)
         #: where packed documents begin, and where the last one ends; () of none
         self.documents = tuple(options.get("cu_seqlens") or ())
@@ -243,7 +251,7 @@ class RingMode(TorchFunctionMode):
     @property
     def total(self) -> int:
         """Tokens of all ranks."""
-        return self._shards.total
+        return self._total
 
     @functools.cached_property
     def accepted_positions(self) -> AcceptedPositions:
@@ -276,15 +284,16 @@ class RingMode(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func in (torch.ops.fdattn.varlen_attention, torch.ops.fdattn.varlen_attention.default):
             return self._varlen_attention(*args, **kwargs)
-        if func in _LOCAL_ATTENTION:
-            name = getattr(func, "__name__", str(func))
-            raise NotImplementedError(
-                f"{name} inside context_parallel would attend to this rank's tokens only: call "
-                "F.scaled_dot_product_attention or torch_fdattn.attention"
-            )
         if func in _BACKWARDS:
             with _engine_in(self):
                 return func(*args, **kwargs)
+        name = name_of_local_attention(func, args, kwargs, self._shards.lengths[self._rank])
+        if name is not None:  # of all ranks, which run the same program
+            raise NotImplementedError(
+                f"{name} inside context_parallel would attend to this rank's tokens only: call "
+                "F.scaled_dot_product_attention or torch_fdattn.attention (of models of transformers, "
+                'use attn_implementation="fdattn")'
+            )
         return func(*args, **kwargs)
 
     def _sdpa(
@@ -305,7 +314,7 @@ class RingMode(TorchFunctionMode):
         window_right=-1, kv_block=0, kv_stride=0, scale=None, softcap=0.0, alibi_slopes=None,
         sinks=None, attn_mask=None, dropout_p=0.0, dropout_seed=None, **options,
     ):  # fmt: skip
-        window = (window_left, window_right)
+        window = self._within(window_left, window_right)
         if not self._has_all_keys(attn_mask):
             options["attn_mask"] = attn_mask
         # Whether lengths count all ranks' tokens or this one's, nothing shows.
@@ -332,11 +341,15 @@ class RingMode(TorchFunctionMode):
         self._refuse("varlen_attention", q, cu_seqlens_k=keys, page_table=page_table, kv_lens=kv_lens, q_start=q_start,
                      kv_start=kv_start, kv_block=kv_block, kv_stride=kv_stride, **options)  # fmt: skip
         out, lse = ring_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, window=(window_left, window_right),
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), causal=causal, window=self._within(window_left, window_right),
             scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             **self._options | {"cu_seqlens": documents},
         )  # fmt: skip
         return out[0].transpose(0, 1), lse[0]
+
+    def _within(self, *window: int) -> tuple[int, ...]:
+        """The same bounds; none where one is beyond the sequence, as a model's is over a short one."""
+        return tuple([-1 if bound >= self._total else bound for bound in window])
 
     def _has_all_keys(self, mask: Tensor | None) -> bool:
         """Whether a mask has a column for each position of the sequence, and not for this rank's alone."""

@@ -84,6 +84,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, strategy: str) -> 
     checks.check_scores(*problem.scores[:3], q)
     checks.check_dropout(*problem.dropout, q)
     checks.check_lengths("kv_lens", problem.kv_lens, q, bound=problem.shards.total)
+    _check_lengths_on_host(problem.kv_lens, problem.shards.total)
     if strategy in (*BY_HEADS, "star") and _is_trained(problem.scores.attn_mask):
         raise NotImplementedError(
             f"attn_mask of ring_attention has no gradient with strategy={strategy!r}: use another strategy, or give "
@@ -120,6 +121,15 @@ def expect_hierarchy(strategy: str, hierarchy: tuple | None) -> None:
     if (hierarchy is not None) != (strategy == "ulysses_ring"):
         expected = "a pair of groups (inner, outer)" if strategy == "ulysses_ring" else "None"
         raise ValueError(f"hierarchy must be {expected} with strategy={strategy!r}, got {hierarchy}")  # fmt: skip
+
+
+def _check_lengths_on_host(kv_lens: Tensor | None, total: int) -> None:
+    """As with TORCH_FDATTN_CHECK=1, where reading them waits for no device."""
+    if kv_lens is None or not kv_lens.is_cpu or is_traced(kv_lens) or not kv_lens.numel():
+        return
+    low, high = (int(x) for x in torch.aminmax(kv_lens))
+    if low < 0 or high > total:
+        raise ValueError(f"kv_lens must lie in [0, {total}], got values from {low} to {high}")
 
 
 def _check_prefix(prefix_lens: tuple[int, ...], window: tuple[int, int], chunk: int) -> None:
@@ -271,9 +281,7 @@ def _ring_attention(
             "causal and window": window,
             "scale": scale,
             "softcap": softcap,
-            "kv_lens": _compared(kv_lens),
             "dropout_p": dropout_p,
-            "dropout_seed": _compared(dropout_seed),
             "attn_mask's dtype and shape beside its rows": (
                 None
                 if attn_mask is None
@@ -286,6 +294,13 @@ def _ring_attention(
             "the sizes of hierarchy's groups": sizes(mesh),
             "invariant_block": invariant_block,
             **gradients,
+        },
+        contents={
+            "kv_lens": kv_lens,
+            "dropout_seed": dropout_seed,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "attn_mask of one row": _shared_row(attn_mask, shards),
         },
     )
     check_documents(documents, shards.total)  # the same on all ranks, so that none waits
@@ -307,11 +322,10 @@ def _ring_attention(
     return STRATEGIES[strategy].forward(q, k, v, problem)[:2]
 
 
-def _compared(numbers: Tensor | None) -> tuple[int, ...] | None:
-    """What ranks compare of them: on GPUs nothing, which would wait for the device in each call."""
-    if numbers is None or is_traced(numbers) or not (numbers.is_cpu or checks.CHECK_VALUES):
-        return None
-    return tuple(numbers.tolist())
+def _shared_row(attn_mask: Tensor | None, shards: SequenceShards) -> Tensor | None:
+    """A mask of one row for all queries, which is the same on all ranks; not where a rank's only query has such a row."""
+    shared = attn_mask is not None and attn_mask.shape[2] == 1 and 1 not in shards.lengths
+    return attn_mask if shared else None
 
 
 library.define_composite(

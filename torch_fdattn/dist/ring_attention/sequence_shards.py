@@ -264,6 +264,16 @@ def expect_chunk(chunk: object) -> None:
         )
 
 
+def expect_window_within(window: tuple[int, int], total: int) -> None:
+    """Neither bound is beyond the sequence of all ranks' tokens, which is no mistake on one process but is one here: of a
+    length that is a rank's, or in other units.
+    """
+    if max(window) > total:
+        raise ValueError(
+            f"window must lie within the {total} tokens of all ranks, got {tuple(window)}: -1 is no bound"
+        )
+
+
 def chunked(documents: tuple[int, ...], total: int, chunk: int) -> tuple[int, ...]:
     """Documents, cut into chunks of as many tokens, counted from each one's first; 0: as they are."""
     if not chunk:

@@ -1,0 +1,78 @@
+"""Inside `context_parallel`: attention that no call shows which could go over the ranks, and would see one rank's tokens.
+
+It is known by what is called (kernels, `flex_attention`, layers) or, where a model writes it out, by its softmax.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch._ops import OpOverload, OpOverloadPacket
+
+_CALLS = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+    flex_attention,
+    *(
+        getattr(torch, name)
+        for name in dir(torch)
+        if name.startswith(("_scaled_dot_product", "_flash_attention", "_triton_scaled_dot"))
+    ),
+    *(
+        overload
+        for name in (
+            "attention_fp8",
+            "decode",
+            "paged_decode",
+            "decode_out",
+            "paged_decode_out",
+        )
+        for op in [getattr(torch.ops.fdattn, name)]
+        for overload in (op, op.default)
+    ),
+)
+#: Namespaces of kernels of torch and of other libraries.
+_KERNELS = ("aten", "torch_attn", "flash_attn", "xformers")
+_SOFTMAXES = (F.softmax, torch.softmax, torch._softmax, torch.special.softmax, Tensor.softmax)
+#: What models of transformers name the attention that they write out.
+_WRITTEN_OUT = "eager_attention_forward"
+_FRAMES = 6  # from a mode's handler up to the caller of a torch function
+
+
+def name_of_local_attention(func: object, args: tuple, kwargs: dict, tokens: int) -> str | None:
+    """What to call it, where a call of torch's is attention over a rank's own `tokens`; None where it is none."""
+    if func in _CALLS:
+        return getattr(func, "__name__", str(func))
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return str(func) if _is_kernel(str(func)) else None
+    if func in _SOFTMAXES:
+        return _name_of_softmax(args[0] if args else kwargs.get("input"), tokens)
+    return None
+
+
+def _is_kernel(op: str) -> bool:
+    namespace, name = op.split(".")[:2]
+    if not namespace.startswith(_KERNELS) or "backward" in name or "bwd" in name:
+        return False
+    return "attention" in name or "attn" in name or "fwd" in name
+
+
+def _name_of_softmax(scores: Tensor | None, tokens: int) -> str | None:
+    """Of scores (B, H, tokens, tokens), or of any in a function of that name."""
+    if isinstance(scores, Tensor) and scores.dim() == 4 and scores.shape[2:] == (tokens, tokens):
+        return f"attention written out (a softmax over {tuple(scores.shape)} scores)"
+    if torch.compiler.is_compiling():  # which gives its frames' names to nobody
+        return None
+    frame = sys._getframe(3)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == _WRITTEN_OUT:
+            return f'{_WRITTEN_OUT} (attn_implementation="eager")'
+        frame = frame.f_back
+    return None
