@@ -163,8 +163,10 @@ def tell_refusal(group_name: str, like: Tensor, error: Exception, once: bool = F
 
     once: they may come to none, for they compare new calls alone; they are told only if no call was compared yet.
     """
+    if is_traced(like):
+        return
     group = distributed_c10d._resolve_process_group(group_name)
-    if is_traced(like) or (once and not checks.CHECK_VALUES and _compared.get(group)):
+    if once and not checks.CHECK_VALUES and _compared.get(group):
         return
     kind = next(name for name, kind in _REFUSALS.items() if isinstance(error, kind))
     with contextlib.suppress(*_REFUSALS.values()):
