@@ -51,12 +51,12 @@ def cases(chunk_sizes: Iterable[int]) -> dict[str, Case]:
     """chunk_sizes: which many tokens a step computes at most."""
     return {
         "whole prompts": Case({}, rounds=2),  # the second time with prefix hits
-        "few pages": Case({"tokens_in_pages": 192, "max_batch_tokens": 64}, rounds=2),
+        "few pages": Case({"tokens_in_pages": 192, "max_batch_tokens": 64}, tokens=12),
         "alone": Case({"max_num_seqs": 1}, tokens=4),
         "log-probabilities of prompts": Case({"max_batch_tokens": 37}, 1, prompt_logprobs=2),
         **{
             f"chunks of {size}": Case(
-                {"max_batch_tokens": size}, tokens=2, count=len(PROMPTS) if size > 2 else 10
+                {"max_batch_tokens": size}, tokens=2, count=len(PROMPTS) if size > 3 else 10
             )
             for size in sorted(chunk_sizes)
         },
