@@ -27,7 +27,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: bench-ranks demo test test-capabilities test-slow test-browser test-overlays test-triton hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings drawn-same-bits soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: bench-ranks demo test test-capabilities test-slow test-smollm2 test-browser test-overlays test-triton hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings drawn-same-bits soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -70,6 +70,9 @@ test-capabilities: $(TESTED)  ## The tests of CPU tensors with the instructions 
 
 test-slow: $(TESTED)  ## The other tests that need no GPU: every tile for every generation, and more.
 	$(PYTHON) -m tests slow
+
+test-smollm2: $(TESTED)  ## SmolLM2 in fp32 on 2 and 4 processes that share cache, model or both: fifty prompts, every token and log-probability; half an hour or more.
+	$(PYTHON) -m tests smollm2
 
 test-browser: $(TESTED)  ## The server's page in the system's Chromium (FDATTN_CHROMIUM for another one), by Playwright.
 	$(if $(READY),$(PYTHON) -m pip install --quiet -e '.[browser]')

