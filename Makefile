@@ -71,7 +71,7 @@ test-capabilities: $(TESTED)  ## The tests of CPU tensors with the instructions 
 test-slow: $(TESTED)  ## The other tests that need no GPU: every tile for every generation, and more.
 	$(PYTHON) -m tests slow
 
-test-smollm2: $(TESTED)  ## SmolLM2 in fp32 on 2 and 4 processes that share cache, model or both: fifty prompts, every token and log-probability; half an hour or more.
+test-smollm2: $(TESTED)  ## SmolLM2 in fp32 on 2 and 4 processes that share cache, model or both: fifty prompts, every token and log-probability; up to an hour and a quarter.
 	$(PYTHON) -m tests smollm2
 
 test-browser: $(TESTED)  ## The server's page in the system's Chromium (FDATTN_CHROMIUM for another one), by Playwright.
