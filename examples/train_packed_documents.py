@@ -11,20 +11,15 @@ import os
 import tempfile
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch.utils.data import DataLoader
-from transformers import (
-    DataCollatorWithFlattening,
-    MistralConfig,
-    MistralForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
 
 import torch_fdattn
 from torch_fdattn.dist import SequenceShards, context_parallel, shard_batch
 
-VOCAB, RATE = 50, 0.5
+VOCAB, RATE = 50, 0.1
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -36,24 +31,19 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-class PackedTrainer(Trainer):
+class PackedTrainer(transformers.Trainer):
     def get_train_dataloader(self):
         """Trainer's own gives each rank other documents."""
-        return DataLoader(
-            self.train_dataset, self.args.train_batch_size, collate_fn=self.data_collator
-        )
+        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=self.data_collator)  # fmt: skip
 
     def compute_loss(self, model, inputs, **_):
         ranks, begins, labels = self.args.world_size, inputs["cu_seq_lens_q"], shifted(inputs["labels"])  # fmt: skip
         shards = SequenceShards.balanced(labels.shape[1], ranks, cu_seqlens=begins)
-        parts = shard_batch(None, shards, inputs["input_ids"], inputs["position_ids"], labels)
-        tokens, positions, own_labels = parts
+        tokens, positions, own_labels = shard_batch(None, shards, inputs["input_ids"], inputs["position_ids"], labels)  # fmt: skip
         with context_parallel(None, shards=shards, cu_seqlens=begins):
             logits = model(tokens, position_ids=positions, use_cache=False).logits
         loss = summed_loss(logits, own_labels) / (labels != -100).sum()
-        return (
-            loss * ranks
-        )  # of this rank's tokens: DistributedDataParallel takes the mean of the ranks' gradients
+        return loss * ranks  # DistributedDataParallel takes the mean of the ranks' gradients
 
 
 def main() -> None:
@@ -62,19 +52,18 @@ def main() -> None:
     torch_fdattn.dropins.transformers.register()
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     torch.manual_seed(0)  # the same model and documents on all ranks
-    config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=12,
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, sliding_window=12,
     )  # fmt: skip
-    model = MistralForCausalLM._from_config(config, attn_implementation="fdattn")
-    alone = MistralForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager")
-    alone.load_state_dict(model.state_dict())  # to compare with: all tokens on each rank
+    model = transformers.MistralForCausalLM(config)
+    alone = copy.deepcopy(model)  # to compare with: all tokens on each rank
+    model.set_attn_implementation("fdattn")
+    alone.set_attn_implementation("eager")
     lengths, batch_size, steps = (17, 30, 5, 9, 40, 3), 3, 4  # two epochs
     documents = [{"input_ids": torch.randint(VOCAB, (length,)).tolist()} for length in lengths]
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        arguments = transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=batch_size, max_steps=steps, learning_rate=RATE, optim="sgd",
             lr_scheduler_type="constant", max_grad_norm=0, logging_steps=1, report_to="none", save_strategy="no",
             disable_tqdm=True, remove_unused_columns=False, ddp_find_unused_parameters=False, use_cpu=not cuda,
@@ -82,12 +71,10 @@ def main() -> None:
         trainer = PackedTrainer(model, arguments, collate, train_dataset=documents)
         trainer.train()
     losses = [float(x["loss"]) for x in trainer.state.log_history if "loss" in x]
-
     alone.to(arguments.device)
     optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
     for step, loss in enumerate(losses):
-        first = step * batch_size % len(documents)
-        batch = collate(documents[first : first + batch_size])
+        batch = collate((2 * documents)[step * batch_size : (step + 1) * batch_size])
         tokens, positions, labels = (batch[x].to(arguments.device) for x in ("input_ids", "position_ids", "labels"))  # fmt: skip
         logits = alone(tokens, position_ids=positions, use_cache=False).logits
         expected = summed_loss(logits, shifted(labels)) / (shifted(labels) != -100).sum()
@@ -96,7 +83,7 @@ def main() -> None:
         optimizer.zero_grad()
         if arguments.process_index == 0:
             print(f"step {step}: loss {loss:.4f} on {arguments.world_size} ranks, {expected:.4f} on one")  # fmt: skip
-    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -165,8 +165,8 @@ def context_parallel(
             raise ValueError(
                 f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
             )
-        prefixes, documents = prefixes_of(prefix_lens) or None, documents_of(cu_seqlens) or None
-        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes, cu_seqlens=documents)  # fmt: skip
+        prefixes, documents = tuple(prefixes_of(prefix_lens)), tuple(documents_of(cu_seqlens))
+        options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes or None, cu_seqlens=documents or None)  # fmt: skip
         mode = RingMode(group_name, shards, strategy, **options)
         parts = [
             shard_batch(group_name, shards, x, dim=dim)[0]
