@@ -75,12 +75,16 @@ def check_strategy(strategy: str, hierarchy: tuple[str | None, str | None] | Non
         )
 
 
-def tell_other_ranks(group_name: str, q: Tensor, strategy: str, error: Exception) -> None:
-    """They raise too what this rank refuses, if they compare this call before they exchange anything."""
+def tell_other_ranks(
+    group_name: str, q: Tensor, strategy: str, error: Exception, invariant: bool = False
+) -> None:
+    """They raise too what this rank refuses, if they compare this call before they exchange anything; invariant: as calls with
+    an invariant_block do, even before they choose a strategy.
+    """
     on_cpu = q.device.type == "cpu"
-    if strategy == "auto" and on_cpu and library.INTERPRET:
+    if strategy == "auto" and on_cpu and library.INTERPRET and not invariant:
         return  # they may be about to ask each other what memory they can map
-    once = not on_cpu or strategy in ONE_SIDED or equality_is_assumed()
+    once = not invariant and (not on_cpu or strategy in ONE_SIDED or equality_is_assumed())
     tell_refusal(group_name, q, error, once)
 
 
@@ -234,7 +238,7 @@ def _dist_decode(
             trained = any(gradients.values())
             rank_invariant.check(invariant_block, shard, kv_block, mask, strategy, trained)
     except (TypeError, ValueError, NotImplementedError) as error:
-        tell_other_ranks(group_name, q, strategy, error)
+        tell_other_ranks(group_name, q, strategy, error, invariant_block is not None)
         raise
     if world_size == 1:
         strategy = "none"
