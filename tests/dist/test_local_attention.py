@@ -41,6 +41,16 @@ def written_out(x):
     return (x @ x.mT).softmax(-1) @ x
 
 
+def written_out_in_groups(x):
+    scores = x[:, :, None] @ x[:, :, None].mT
+    return scores.softmax(-1)[:, :, 0] @ x
+
+
+def written_out_with_sinks(x):
+    scores = torch.cat([x @ x.mT, torch.zeros_like(x[..., :1])], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., :-1] @ x
+
+
 def by_torch_softmax(x):
     return torch.softmax(x @ x.mT, dim=-1) @ x
 
@@ -66,6 +76,8 @@ def inside(group):
         (math_of_torch, "_scaled_dot_product_attention_math"),
         (varlen, "torch_attn._varlen_attn"),
         (written_out, "attention written out"),
+        (written_out_in_groups, "attention written out"),
+        (written_out_with_sinks, "attention written out"),
         (by_torch_softmax, "attention written out"),
         (eager_attention_forward, "eager_attention_forward"),
     ],
@@ -75,6 +87,29 @@ def test_refused(inside, rank_device, attend, name) -> None:
     x = torch.randn(1, 2, LENGTH, 16, device=rank_device)
     with pytest.raises(NotImplementedError, match=f"{name}.* attend to this rank's tokens only"):
         attend(x)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name", "refused"),
+    [
+        ("flash_attn", "fwd", True),
+        ("_flash_attn3_cuda_9a1b", "fwd", True),
+        ("flash_attn", "layer_norm_fwd_impl", False),
+        ("flash_attn_lib", "rotary_fwd", False),
+    ],
+)
+def test_ops_of_other_libraries(inside, rank_device, namespace, name, refused) -> None:
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, torch.neg, "CompositeExplicitAutograd")
+        op, x = getattr(getattr(torch.ops, namespace), name), torch.ones(2, device=rank_device)
+        if not refused:
+            assert op(x).tolist() == [-1, -1]
+            return
+        with pytest.raises(
+            NotImplementedError, match=f"{namespace}.{name} inside context_parallel"
+        ):
+            op(x)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

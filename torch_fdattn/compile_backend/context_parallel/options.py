@@ -84,7 +84,7 @@ def parse(option: object, tells_ranks: bool = False) -> ContextParallel | None:
     given = option if isinstance(option, dict) else {"group": option}
     if "group" not in given or not set(given) <= set(_KEYS):
         raise ValueError(
-            f'{OPTION} must have "group" and may have "shards", "strategy", "cu_seqlens" and "cache", got '
+            f'{OPTION} must have "group" and may have "shards", "strategy", "hierarchy", "cu_seqlens" and "cache", got '
             f"{sorted(map(str, given))}"
         )
     of_group = f'{OPTION}["group"]' if isinstance(option, dict) else OPTION

@@ -135,10 +135,10 @@ def context_parallel(
     - `torch_fdattn.varlen_attention` on (S_r, H, D), with the cu_seqlens_q of the whole sequence, the same on every rank:
       documents may lie over ranks' borders.
 
-    With other masks, lengths or positions, and packed documents with dropout, they raise NotImplementedError, and so does
+    With other masks, lengths or positions they raise NotImplementedError (`varlen_attention` has no dropout), and so does
     what would attend to this rank's tokens only: nn.MultiheadAttention, aten's ops of SDPA, `varlen_attn`,
     torch_fdattn.attention_fp8, decode and paged_decode, ops of flash_attn and xformers, and attention written out, which
-    is known by a softmax over (B, H, S_r, S_r) scores or in a function named eager_attention_forward (`flex_attention`
+    is known by a softmax over (B, H, …, S_r, S_r) scores or in a function named eager_attention_forward (`flex_attention`
     raises Dynamo's error, which names it). Nothing sees functions that `torch.jit.trace` made outside, and other threads:
     they attend to this rank's tokens, and so does attention in kernels that are not ops of torch.
     A window beyond the sequence is none, as that of a model over a short one. Arguments are compared on entry.

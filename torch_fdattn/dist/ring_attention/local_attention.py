@@ -36,8 +36,10 @@ _CALLS = (
         for overload in (op, op.default)
     ),
 )
-#: Namespaces of kernels of torch and of other libraries.
-_KERNELS = ("aten", "torch_attn", "flash_attn", "xformers")
+#: Namespaces of ops of torch, and what those of other libraries' have in their names (`_flash_attn3_…` of a hub's).
+_TORCH, _LIBRARIES = ("aten", "torch_attn"), ("flash_attn", "xformers")
+#: In names of these libraries' ops that go token by token.
+_NO_ATTENTION = ("norm", "rotary", "cross_entropy", "silu", "swiglu")
 _SOFTMAXES = (F.softmax, torch.softmax, torch._softmax, torch.special.softmax, Tensor.softmax)
 #: What models of transformers name the attention that they write out.
 _WRITTEN_OUT = "eager_attention_forward"
@@ -57,15 +59,19 @@ def name_of_local_attention(func: object, args: tuple, kwargs: dict, tokens: int
 
 def _is_kernel(op: str) -> bool:
     namespace, name = op.split(".")[:2]
-    if not namespace.startswith(_KERNELS) or "backward" in name or "bwd" in name:
+    if namespace not in _TORCH and not any(x in namespace for x in _LIBRARIES):
         return False
-    return "attention" in name or "attn" in name or "fwd" in name
+    if any(x in name for x in (*_NO_ATTENTION, "backward", "bwd")):
+        return False
+    return any(x in name for x in ("attention", "attn", "fwd"))
 
 
 def _name_of_softmax(scores: Tensor | None, tokens: int) -> str | None:
-    """Of scores (B, H, tokens, tokens), or of any in a function of that name."""
-    if isinstance(scores, Tensor) and scores.dim() == 4 and scores.shape[2:] == (tokens, tokens):
-        return f"attention written out (a softmax over {tuple(scores.shape)} scores)"
+    """Of scores (B, H, …, tokens, tokens), one more with a sink, or of any in a function of that name."""
+    if isinstance(scores, Tensor) and scores.dim() >= 4:
+        rows, keys = scores.shape[-2:]
+        if rows == tokens and keys in (tokens, tokens + 1):
+            return f"attention written out (a softmax over {tuple(scores.shape)} scores)"
     if torch.compiler.is_compiling():  # which gives its frames' names to nobody
         return None
     frame = sys._getframe(3)
