@@ -120,13 +120,14 @@ def test_long_sequences_travel_in_groups_of_heads_and_many_documents_do_not() ->
         q, k = (torch.empty(1, n, total // ranks, 128, dtype=torch.bfloat16, device="meta") for n in (2 * heads, heads))  # fmt: skip
         return [group.count for group in head_groups(q, k, problem, of)]
 
-    assert sizes(16384) == [16]
-    assert sizes(16384, of="backward") == [8, 8]
-    assert sizes(131072) == [2] * 8
+    assert sizes(16384) == sizes(16384, of="backward") == [16]
+    assert sizes(32768) == [16]
+    assert sizes(32768, of="backward") == [4] * 4
+    assert sizes(131072) == [4] * 4
     assert sizes(131072, of="backward") == [1] * 16
     assert sizes(65536, ranks=4) == [8, 8]
     assert sizes(65536, ranks=4, of="backward") == [4] * 4
-    assert sizes(65536, heads=10) == [4, 3, 3]
+    assert sizes(131072, heads=10) == [4, 3, 3]
     assert sizes(1 << 20, heads=2) == [1, 1]
     assert sizes(131072, documents=tuple(range(0, 131073, 4096))) == [16]
 

@@ -50,7 +50,7 @@ def results(group, whole, shards, strategy, douts, **given) -> tuple[Tensor, ...
 @pytest.mark.parametrize("seed", SEEDS)
 def test_drawn(group, rank_device, monkeypatch, seed) -> None:
     if seed % 2:  # groups of heads as of long sequences
-        monkeypatch.setattr(head_groups, "_GROUP_BYTES", {"forward": 1, "backward": 1})
+        monkeypatch.setattr(head_groups, "_LIMITS", head_groups.Limits(1, 1, 0))
         monkeypatch.setattr(head_groups, "_MAX_CALLS", 1000)
     rng, world = random.Random(seed), dist.get_world_size()
     torch.manual_seed(seed)
@@ -141,7 +141,7 @@ def test_a_call_waits_for_the_keys_that_it_sees(group, rank_device, monkeypatch)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_in_a_graph(group, rank_device, monkeypatch, groups: int) -> None:
     if groups > 1:
-        monkeypatch.setattr(head_groups, "_GROUP_BYTES", {"forward": 1, "backward": 1})
+        monkeypatch.setattr(head_groups, "_LIMITS", head_groups.Limits(1, 1, 0))
     rank, world = dist.get_rank(), dist.get_world_size()
     shards = SequenceShards.zigzag(64 * world, world)
     own = [torch.randn(1, groups, 64, 64, device=rank_device, dtype=HALF) for _ in range(3)]

@@ -52,7 +52,7 @@ def test_a_forward_that_fails_before_it_sends(group, rank_device, monkeypatch, h
     if world == 1:
         pytest.skip("needs 2 ranks")
     new = dist.new_group()
-    monkeypatch.setattr(head_groups, "_GROUP_BYTES", {"forward": 1, "backward": 1})
+    monkeypatch.setattr(head_groups, "_LIMITS", head_groups.Limits(1, 1, 0))
     monkeypatch.setattr(head_groups, "_MAX_CALLS", 1000)
 
     def call(heads: int = heads) -> Tensor:

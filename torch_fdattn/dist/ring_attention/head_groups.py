@@ -13,10 +13,17 @@ from torch_fdattn.dist.ring_attention.heads import of_heads
 from torch_fdattn.dist.ring_attention.local import Problem
 from torch_fdattn.dist.ring_attention.unsharded import unsharded_calls
 
-#: K and V of a group of heads, of a rank's shard of the mean length, at most, but for one head that has more: so that a launch
-#: has tiles for all SMs however many ranks there are. Less in the backward, where each of these bytes has eight others beside
-#: it: fp32 gradients, here and in symmetric memory.
-_GROUP_BYTES = {"forward": 64 * 2**20, "backward": 32 * 2**20}
+
+class Limits(NamedTuple):
+    """Bytes of K and V of a group of heads, unless one head has more."""
+
+    forward: int  # of the whole sequence
+    #: of a rank's shard of the mean length: each has fp32 gradients beside it, here and in symmetric memory
+    backward: int
+    undivided: int  # of all heads of a whole sequence: the host takes longer to launch one more group than memory is worth
+
+
+_LIMITS = Limits(forward=256 * 2**20, backward=32 * 2**20, undivided=128 * 2**20)
 #: Calls of attention of a rank, of packed documents say, beyond which all heads are one group: the host would take longer to
 #: launch them once more for each group than the device takes to run them.
 _MAX_CALLS = 4
@@ -52,9 +59,12 @@ def head_groups(
 ) -> list[HeadGroup]:
     """The same on all ranks; the largest one first, whose memory the others then use."""
     batch, heads, _, dim = k.shape
-    of_head = 2 * batch * problem.shards.total * dim * k.element_size() // problem.world_size
-    count = -(-heads // max(1, _GROUP_BYTES[of] // max(1, of_head)))
-    if count > 1:
+    of_head = 2 * batch * problem.shards.total * dim * k.element_size()
+    at_most = _LIMITS.forward if of == "forward" else _LIMITS.backward * problem.world_size
+    count = -(-heads // max(1, at_most // max(1, of_head)))
+    if heads * of_head <= _LIMITS.undivided:
+        count = 1
+    elif count > 1:
         ranks = (problem._replace(rank=rank) for rank in range(problem.world_size))
         if any(len(unsharded_calls(of_rank)) > _MAX_CALLS for of_rank in ranks):
             count = 1
