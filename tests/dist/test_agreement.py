@@ -102,3 +102,27 @@ def test_steps_that_follow_from_one_another_are_compared_once(
     with consensus.assume_equal_on_all_ranks():
         decode(q, k, k, lens, group, strategy="all_gather")
     assert len(compared) == (2 if rank_device.type == "cpu" else 0)
+
+
+class TestADeviceOfItsOwn:
+    """What a group of two backends, "cpu:gloo,cuda:nccl", does: no device but the CPU needs to be there."""
+
+    def test_a_refusal_is_logged_before_the_collective(self, group, caplog) -> None:
+        """Ranks that have compared the call do not come to it."""
+        like = torch.empty(0, device="meta")
+        if dist.get_rank() == 0:
+            with caplog.at_level("ERROR", logger="torch_fdattn"):
+                consensus.tell_refusal(group, like, NotImplementedError("no such mask"))
+            assert "rank 0 refuses a call: NotImplementedError: no such mask" in caplog.text
+        else:
+            with pytest.raises(NotImplementedError, match=r"no such mask \(on rank 0\)"):
+                consensus.check_equal_on_all_ranks(group, like, {"shards": 1})
+
+    @pytest.mark.parametrize(
+        ("backends", "device"), [("cpu:gloo,meta:nccl", "meta"), ("cpu:gloo,meta:gloo", None)]
+    )
+    def test_calls_without_tensors(self, group, monkeypatch, backends, device) -> None:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+        objects = consensus.empty_of_group(group).device.type
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+        assert consensus.empty_of_group(group).device.type == (device or objects)

@@ -153,3 +153,14 @@ def test_equal_runs_are_compared_each_on_cpus_and_once_on_gpus(
         run(x)
     assert len(calls) == 3
     assert calls[0] == calls[1] == calls[2]
+
+
+def test_a_refusal_is_told_where_graphs_of_such_inputs_are_compared(group, monkeypatch) -> None:
+    """A group of two backends compares in one way on CPUs, and in another one on GPUs."""
+    likes = []
+    monkeypatch.setattr(agreement, "tell_refusal", lambda name, like, error: likes.append(like))
+    inputs = [torch.empty(1), 3, torch.empty(2, device="meta")]
+    with pytest.raises(ValueError, match="refused"), agreement.refusing_on_all_ranks(group, inputs):
+        raise ValueError("refused")
+    likes.append(agreement._like(group, inputs))  # of the ranks that run theirs
+    assert [x.device.type for x in likes] == ["meta", "meta"]

@@ -68,13 +68,13 @@ def fdattn(
     """
     from torch_fdattn.compile_backend.options import split
 
-    own, others = split(options, mode)
+    own, others = split(options, mode, inputs)
     if own.context_parallel is None or own.dryrun:
         return _compiled(gm, inputs, own, mode, others)
     from torch_fdattn.compile_backend.context_parallel import agreement
 
     group_name = own.context_parallel.group_name
-    with agreement.refusing_on_all_ranks(group_name):
+    with agreement.refusing_on_all_ranks(group_name, inputs):
         compiled = _compiled(gm, inputs, own, mode, others)
     return agreement.comparing(compiled, gm, inputs, group_name)
 

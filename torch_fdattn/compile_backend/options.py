@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch._inductor
@@ -25,8 +26,10 @@ class Options(NamedTuple):
     tensor_parallel: str = "auto"
 
 
-def split(options: dict[str, Any] | None, mode: str | None) -> tuple[Options, dict[str, Any]]:
-    """(ours, Inductor's) of what `torch.compile` is given.
+def split(
+    options: dict[str, Any] | None, mode: str | None, inputs: Sequence[Any] = ()
+) -> tuple[Options, dict[str, Any]]:
+    """(ours, Inductor's) of what `torch.compile` is given; inputs: those of the graph that is compiled.
 
     Raises:
         TypeError, ValueError, RuntimeError: naming the option, what was expected and what came.
@@ -40,7 +43,9 @@ def split(options: dict[str, Any] | None, mode: str | None) -> tuple[Options, di
     if own.lower not in _LOWERINGS:
         raise ValueError(f'options["lower"] must be one of {_LOWERINGS}, got {own.lower!r}')
     own = own._replace(
-        context_parallel=context_parallel.parse(own.context_parallel, tells_ranks=not own.dryrun),
+        context_parallel=context_parallel.parse(
+            own.context_parallel, None if own.dryrun else inputs
+        ),
         tensor_parallel=passes.parse(own.tensor_parallel),
     )
     _check_names(others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ _assumed = threading.local()
 _REFUSED = "what a rank refuses"
 #: What a rank may refuse by; a subclass travels as the first of them that it is.
 _REFUSALS = {x.__name__: x for x in (TypeError, ValueError, NotImplementedError)}
+_log = logging.getLogger("torch_fdattn")
 _MAX_SHOWN = 16  # numbers of a tensor that an error shows
 
 
@@ -162,6 +164,8 @@ def tell_refusal(group_name: str, like: Tensor, error: Exception, once: bool = F
     """The other ranks raise what this one is about to raise, where they come to `check_equal_on_all_ranks` of this call.
 
     once: they may come to none, for they compare new calls alone; they are told only if no call was compared yet.
+    On devices other than CPUs they may have compared this call before and come to none either, and this rank then waits until
+    the collective times out: so what it refuses is logged before it waits.
     """
     if is_traced(like):
         return
@@ -169,6 +173,8 @@ def tell_refusal(group_name: str, like: Tensor, error: Exception, once: bool = F
     if once and not checks.CHECK_VALUES and _compared.get(group):
         return
     kind = next(name for name, kind in _REFUSALS.items() if isinstance(error, kind))
+    if like.device.type != "cpu":
+        _log.error("rank %d refuses a call: %s: %s", dist.get_rank(group), kind, error)
     with contextlib.suppress(*_REFUSALS.values()):
         check_equal_on_all_ranks(group_name, like, {_REFUSED: (kind, str(error))})
 
@@ -199,8 +205,14 @@ def raise_on_all_ranks(
 
 
 def empty_of_group(group_name: str) -> Tensor:
-    """A tensor for `like`, where a call has none: on the device on which the group's objects travel."""
+    """A tensor for `like`, where a call has none: on the accelerator that the group has a backend for, where calls that were
+    compared cost nothing, or else on the device on which the group's objects travel.
+    """
     group = distributed_c10d._resolve_process_group(group_name)
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo":
+        return torch.empty(0, device=accelerator)
     return torch.empty(0, device=distributed_c10d._get_object_coll_device(group))
 
 

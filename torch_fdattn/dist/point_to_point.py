@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.groups import is_traced
+
 
 def all_to_all(
     parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group_name: str
@@ -19,6 +21,23 @@ def all_to_all(
     )
     received = torch.ops._c10d_functional.wait_tensor(received)
     return [x.view(shape) for x, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+def with_dependency(x: Tensor, *others: Tensor | None) -> Tensor:
+    """x, which in a graph depends on the other tensors too.
+
+    A graph's backward drops collectives whose result nothing in it reads: of those that it runs again for a checkpoint, those
+    of a block whose keys this rank's mask hides, say. The ranks whose masks do not hide theirs would then pair them with this
+    rank's next collective, and compute with its data. So what a strategy returns, and what it sends in its backward, depends
+    on all that it received. Nothing is read, and x keeps its values.
+    """
+    given = [other for other in others if other is not None]
+    if not is_traced(x):
+        return x
+    # Rows of no indices, and not an empty slice: in a backward the indices depend on gradients, so that the rows cannot be
+    # taken in the forward and kept, in place of the collective.
+    indices = torch.cat([each[:0].flatten().long() for each in (x, *given)])
+    return x + sum(each.index_select(0, indices).sum().to(x.dtype) for each in given)
 
 
 def send_to_next(

@@ -8,7 +8,7 @@ run of such attention on GPUs (`check_equal_on_all_ranks`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -28,8 +28,8 @@ _OWN = ("rank", "group_name", "inner_group", "outer_group")
 
 
 @contextlib.contextmanager
-def refusing_on_all_ranks(group_name: str) -> Iterator[None]:
-    """What is refused inside it, while a graph is compiled, the other ranks raise where they run theirs."""
+def refusing_on_all_ranks(group_name: str, inputs: Sequence[Any]) -> Iterator[None]:
+    """What is refused inside it, while a graph of these inputs is compiled, the other ranks raise where they run theirs."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError, UnsupportedAttention) as error:
@@ -37,7 +37,7 @@ def refusing_on_all_ranks(group_name: str) -> Iterator[None]:
         if isinstance(error, UnsupportedAttention):
             told = NotImplementedError(str(error))
         with tracing(None), unset_fake_temporarily():
-            tell_refusal(group_name, empty_of_group(group_name), told)
+            tell_refusal(group_name, _like(group_name, inputs), told)
         raise
 
 
@@ -49,24 +49,29 @@ def comparing(
     if not calls.described:
         return compiled
     trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    like = _place_of(inputs, calls.device)
+    like = _like(group_name, inputs)
 
     def run(*given: Any) -> Any:
         values = calls.values(given)
         values["whether gradients of a compiled graph are wanted"] = (
             trained and torch.is_grad_enabled()
         )
-        on_device = empty_of_group(group_name) if like is None else given[like]
-        check_equal_on_all_ranks(group_name, on_device, values)
+        check_equal_on_all_ranks(group_name, like, values)
         return compiled(*given)
 
     return run
 
 
-def _place_of(inputs: list[Any], device: torch.device | None) -> int | None:
-    """Of an input on this device, if one is."""
-    places = (i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.device == device)
-    return next(places, None)
+def _like(group_name: str, inputs: Sequence[Any]) -> Tensor:
+    """On the device of the first input that is not on the CPU, or else there: a rank that refuses a graph, and knows
+    of none of its attention, must come to the same collective as those that run theirs.
+    """
+    devices = [x.device for x in inputs if isinstance(x, Tensor)]
+    if not devices:
+        return empty_of_group(group_name)
+    device = next((x for x in devices if x.type != "cpu"), devices[0])
+    with tracing(None), unset_fake_temporarily():
+        return torch.empty(0, device=device)
 
 
 class _Calls:
@@ -76,7 +81,6 @@ class _Calls:
         ops = {getattr(torch.ops.fdattn, x).default: x for x in ("ring_attention", "dist_decode")}
         self.described: list[dict[str, object]] = []
         self.order: list[int] = []
-        self.device: torch.device | None = None
         for graph in gm.modules():
             for node in graph.graph.nodes if isinstance(graph, GraphModule) else ():
                 if node.op == "call_function" and node.target in ops:
@@ -104,8 +108,6 @@ class _Calls:
 
     def _described(self, name: str, x: object) -> object:
         if isinstance(x, Tensor):
-            if name == "q":
-                self.device = x.device
             dims = (dim for dim in _DIMS.get(name, ()) if dim < x.dim())
             return (str(x.dtype), *(self._described(name, x.shape[dim]) for dim in dims))
         if isinstance(x, (list, tuple)):

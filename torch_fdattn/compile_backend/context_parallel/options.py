@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -67,10 +68,10 @@ class ContextParallel(NamedTuple):
         return given
 
 
-def parse(option: object, tells_ranks: bool = False) -> ContextParallel | None:
+def parse(option: object, inputs: Sequence[Any] | None = None) -> ContextParallel | None:
     """What a user gave.
 
-    tells_ranks: what is refused the other ranks raise where they run a graph that they compiled.
+    inputs: of the graph that is compiled; what is refused the other ranks raise where they run theirs. None: they are not told.
 
     Raises:
         TypeError, ValueError: naming the option, what was expected and what came.
@@ -90,7 +91,7 @@ def parse(option: object, tells_ranks: bool = False) -> ContextParallel | None:
     of_group = f'{OPTION}["group"]' if isinstance(option, dict) else OPTION
     name = name_of(given["group"], of_group)
     rank, world_size = rank_and_size(name, of_group)
-    with refusing_on_all_ranks(name) if tells_ranks else contextlib.nullcontext():
+    with refusing_on_all_ranks(name, inputs) if inputs is not None else contextlib.nullcontext():
         return _checked(given, name, rank, world_size)
 
 

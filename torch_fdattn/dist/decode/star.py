@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack, unpack
-from torch_fdattn.dist.point_to_point import all_to_all
+from torch_fdattn.dist.point_to_point import all_to_all, with_dependency
 from torch_fdattn.ops.merge_states.op import merge_rows
 
 ROOT = 0
@@ -31,6 +31,8 @@ def merge(out: Tensor, lse: Tensor, dtype: torch.dtype, group: MergeGroup) -> tu
     )
     if is_root:
         rows = pack(*merge_rows(torch.stack(parts), rows.dtype))
+    else:
+        rows = with_dependency(rows, parts[ROOT])
     if group.head_sharded:
         shares = rows.chunk(group.world_size, 1)
         received = all_to_all(

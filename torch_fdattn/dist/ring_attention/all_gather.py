@@ -10,13 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.point_to_point import with_dependency
 from torch_fdattn.dist.ring_attention.layout import gather, scatter_sum
 from torch_fdattn.dist.ring_attention.local import Problem, Saved
 from torch_fdattn.dist.ring_attention.unsharded import attend_unsharded, unsharded_gradients
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Saved]:
-    out, lse = attend_unsharded(q, *_gathered(k, v, problem), problem)
+    gathered = _gathered(k, v, problem)
+    out, lse = attend_unsharded(q, *gathered, problem)
+    out = with_dependency(out, *gathered)  # a rank without tokens reads none
     return out, lse, Saved(q, k, v, out, lse)
 
 
@@ -26,8 +29,9 @@ def backward(
     # Gathered again: kept from the forward, K and V of the whole sequence would stay for every layer.
     k, v = _gathered(saved.k, saved.v, problem)
     dq, dkv = unsharded_gradients(dout, dlse, saved._replace(k=k, v=v), problem)
-    dk, dv = scatter_sum([dkv.of(runs) for runs in problem.shards.ranks], problem).unbind()
-    return dq, dk, dv
+    given = dout, dlse, *saved, k, v
+    parts = [with_dependency(dkv.of(runs), *given) for runs in problem.shards.ranks]
+    return with_dependency(dq, *given), *scatter_sum(parts, problem).unbind()
 
 
 def _gathered(k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:

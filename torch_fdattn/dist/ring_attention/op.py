@@ -21,7 +21,7 @@ from torch_fdattn.dist.consensus import (
 from torch_fdattn.dist.decode.hierarchical import check_hierarchy, sizes
 from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.groups import given_rank_and_size, is_traced
-from torch_fdattn.dist.point_to_point import all_to_all
+from torch_fdattn.dist.point_to_point import all_to_all, with_dependency
 from torch_fdattn.dist.ring_attention import (
     all_gather,
     one_sided,
@@ -198,7 +198,7 @@ class _RingAttention(torch.autograd.Function):
         gradients = STRATEGIES[ctx.strategy].backward(dout, dlse, saved, problem)
         dsinks = _sink_gradient(dout, dlse, *results, sinks) if of_sinks else None
         dslopes, dmask = (
-            None if total is None else total.to(x.dtype)
+            None if total is None else with_dependency(total, *gradients).to(x.dtype)
             for total, x in ((sums.alibi_slopes, slopes), (sums.attn_mask, attn_mask))
         )
         return *(x.to(dtype) for x in gradients), dslopes, dsinks, dmask, None, None, None, None

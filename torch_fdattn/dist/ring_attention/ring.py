@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torch_fdattn.dist.groups import is_traced
-from torch_fdattn.dist.point_to_point import send_to_next
+from torch_fdattn.dist.point_to_point import send_to_next, with_dependency
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
     Saved,
@@ -92,13 +92,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
         if hop is not None:
             k, v = hop.wait()
     out, lse = state.finish()
+    # The last block has come through all of the hops.
+    out = with_dependency(out, q, k, v, problem.scores.attn_mask)
     return out, lse, Saved(q, *own, out, lse)
 
 
 def backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dkv = zero_gradients(saved.q, saved.k.shape)
+    given = dout, dlse, *saved, problem.scores.attn_mask
+    dq, dkv = (with_dependency(x, *given) for x in zero_gradients(saved.q, saved.k.shape))
     sums: _Hop | None = None
     for step in range(problem.world_size):
         hop = _next_block(saved.k, saved.v, problem, step)
@@ -113,8 +116,8 @@ def backward(
         if hop is not None:
             k, v = hop.wait()
             saved = saved._replace(k=k, v=v)
-    dk, dv = sums.wait()[0].unbind()
-    return dq, dk, dv
+    dq, dkv = (with_dependency(x, saved.k, saved.v) for x in (dq, sums.wait()[0]))
+    return dq, *dkv.unbind()
 
 
 def _next_block(k: Tensor, v: Tensor, problem: Problem, step: int) -> _Hop | None:

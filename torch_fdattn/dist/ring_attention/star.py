@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_fdattn.dist.decode.partial_states import MergeGroup
 from torch_fdattn.dist.decode.star import merge
+from torch_fdattn.dist.point_to_point import with_dependency
 from torch_fdattn.dist.ring_attention.layout import gather, gather_mask, scatter_sum
 from torch_fdattn.dist.ring_attention.local import (
     Problem,
@@ -45,8 +46,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
     state.add(k, v, _calls(problem))
     group = MergeGroup(problem.group_name, problem.rank, problem.world_size)
     sinks = problem.scores.sinks
+    part, part_lse = state.parts()
+    part = with_dependency(part, all_queries, problem.scores.attn_mask)
     # Sinks join what is not rounded yet.
-    out, lse = merge(*state.parts(), q.dtype if sinks is None else state_dtype(q), group)
+    out, lse = merge(part, part_lse, q.dtype if sinks is None else state_dtype(q), group)
     out, lse = add_sinks(out, lse, sinks)
     out = out.to(q.dtype)
     saved = Saved(all_queries, k, v, out, lse)
@@ -61,7 +64,8 @@ def backward(
     dout = gather(dout, problem)
     if dlse is not None:
         dlse = gather(dlse.unsqueeze(-1), problem).squeeze(-1)
-    dq, dkv = zero_gradients(saved.q, saved.k.shape)
+    given = dout, dlse, *saved, problem.scores.attn_mask
+    dq, dkv = (with_dependency(x, *given) for x in zero_gradients(saved.q, saved.k.shape))
     add_gradients(dout, dlse, saved, _calls(problem), problem, dq, dkv)
     parts = [problem.shards.shard(dq, rank, dim=-2) for rank in range(problem.world_size)]
     return scatter_sum(parts, problem), *dkv.unbind()
