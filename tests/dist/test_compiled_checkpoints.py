@@ -75,3 +75,6 @@ def test_a_rank_without_tokens(group, rank_device) -> None:
     world = dist.get_world_size()
     shards = SequenceShards.from_lengths([16 * world, *[0] * (world - 1)])
     compare(group, rank_device, shards, "all_gather")
+    if world > 1:
+        with pytest.raises(Exception, match="must have tokens on every rank, got shards of"):
+            compare(group, rank_device, shards, "star")

@@ -71,10 +71,11 @@ def fdattn(
     own, others = split(options, mode, inputs)
     if own.context_parallel is None or own.dryrun:
         return _compiled(gm, inputs, own, mode, others)
-    from torch_fdattn.compile_backend.context_parallel import agreement
+    from torch_fdattn.compile_backend.context_parallel import agreement, checkpoints
 
     group_name = own.context_parallel.group_name
     with agreement.refusing_on_all_ranks(group_name, inputs):
+        checkpoints.refuse_empty_shards(gm, own.context_parallel)
         compiled = _compiled(gm, inputs, own, mode, others)
     return agreement.comparing(compiled, gm, inputs, group_name)
 

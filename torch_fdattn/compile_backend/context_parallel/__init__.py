@@ -5,6 +5,7 @@
     sharded_cache   steps over a KV cache that ranks share
     local_masks     masks of local positions as masks of all tokens
     local_counts    what a model counts by local tokens, refused
+    checkpoints     what checkpoints cannot run again, refused
     agreement       whether all ranks' graphs attend alike, seen when they run
     positions       whether positions are the shard's, seen when the graph runs
     fdattn_calls    calls of our own ops, which become either
