@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from tests.mutants.faults.fault import Fault
-from tests.mutants.faults.runs import TORCH_SDPA, WRITTEN_FORMS
+from tests.mutants.faults.runs import (
+    CHECKPOINTS_OVER_RANKS,
+    DIFFERENT_RANKS,
+    LOCAL_ATTENTION,
+    TORCH_SDPA,
+    WRITTEN_FORMS,
+)
 
 _BACKEND = "torch_fdattn/compile_backend"
+_DIST = "torch_fdattn/dist"
 FAULTS = (
     Fault(
         "scores are written to whose older view is read later", f"{_BACKEND}/graph/functional.py",
@@ -30,5 +37,22 @@ FAULTS = (
     Fault(
         "attention that is written out stays", f"{_BACKEND}/torch_sdpa.py",
         "attention.form == sdpa.FORM and on_cpu", "on_cpu", TORCH_SDPA,
+    ),
+    Fault(
+        "what a rank reads nothing of is not received again", f"{_DIST}/point_to_point.py",
+        "    if not is_traced(x):\n", "    if given:\n", CHECKPOINTS_OVER_RANKS,
+    ),
+    Fault(
+        "graphs of ranks are not compared", f"{_BACKEND}/context_parallel/agreement.py",
+        "        check_equal_on_all_ranks(group_name, like, values)\n", "", DIFFERENT_RANKS,
+    ),
+    Fault(
+        "slopes of each rank's own", f"{_DIST}/ring_attention/op.py",
+        '            "alibi_slopes": alibi_slopes,\n            "sinks": sinks,\n            "attn_mask of',
+        '            "sinks": sinks,\n            "attn_mask of', DIFFERENT_RANKS,
+    ),
+    Fault(
+        "attention with a sink that is written out, of local tokens", f"{_DIST}/ring_attention/local_attention.py",
+        "keys in (tokens, tokens + 1)", "keys == tokens", LOCAL_ATTENTION,
     ),
 )  # fmt: skip

@@ -191,7 +191,7 @@ FAULTS = (
     ),
     Fault(
         "documents of a model's calls forgotten", f"{_RING}/context_parallel.py",
-        "prefix_lens=prefixes, cu_seqlens=documents)", "prefix_lens=prefixes)", PACKED_MODELS,
+        "cu_seqlens=documents or None)", "cu_seqlens=None)", PACKED_MODELS,
     ),
     Fault(
         "documents forgotten in a graph", f"{_OVER_RANKS}/options.py",

@@ -153,6 +153,15 @@ PACKED_MODELS = Tests(
     ranks=2,
     keyword="test_eager or test_compiled_masks or test_drop_in or whole_sequence or named_on_every_rank or change_in_place",
 )
+CHECKPOINTS_OVER_RANKS = Tests(
+    "compiled checkpoints over ranks", ("tests/dist/test_compiled_checkpoints.py",), ranks=2
+)
+DIFFERENT_RANKS = Tests(
+    "calls and graphs that differ on ranks",
+    ("tests/dist/test_compiled_agreement.py", "tests/dist/test_shared_contents.py"),
+    ranks=2,
+)
+LOCAL_ATTENTION = Tests("local attention", ("tests/dist/test_local_attention.py",), ranks=2)
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls",
