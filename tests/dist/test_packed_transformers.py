@@ -14,6 +14,7 @@ from transformers import masking_utils
 
 from torch_fdattn.compile_backend import fdattn
 from torch_fdattn.dist import SequenceShards, context_parallel, shard_batch
+from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.dropins import transformers as dropin
 from torch_fdattn.dropins.transformers import masks_of_positions
 
@@ -284,6 +285,28 @@ def test_what_does_not_fit_is_named_on_every_rank(group, rank_device, wrong) -> 
         context_parallel(group, shards=shards, cu_seqlens=told),
     ):
         ours(ids, position_ids=positions, use_cache=False, **more)
+
+
+def test_documents_of_one_rank_are_named_by_positions_too(group, rank_device) -> None:
+    """Where all ranks had compared both packings before."""
+    if dist.get_world_size() < 2:
+        pytest.skip("needs 2 ranks")
+    rank, shards = dist.get_rank(), shards_of("contiguous")
+    packings = [[0, first, *documents()[2:]] for first in (2, 1)]
+    for told in packings:
+        with context_parallel(group, shards=shards, cu_seqlens=told):
+            pass
+    told = packings[rank == 1]
+    positions = shards.positions(rank, rank_device, cu_seqlens=told)[None]
+    _, ours = models("Llama", rank_device, "fdattn")
+    (ids,) = shard_batch(group, shards, batch(rank_device)[0])
+    match = r"on rank 0 cu_seqlens are \[0, 2, .*on rank 1 cu_seqlens are \[0, 1"
+    with (
+        assume_equal_on_all_ranks(),
+        pytest.raises(ValueError, match=match),
+        context_parallel(group, shards=shards, cu_seqlens=told),
+    ):
+        ours(ids, position_ids=positions, use_cache=False)
 
 
 def test_cu_seq_lens_that_change_in_place_are_looked_at_again(group, rank_device) -> None:

@@ -151,7 +151,7 @@ PACKED_MODELS = Tests(
     "packed documents of models over ranks",
     ("tests/dist/test_context_parallel_documents.py", "tests/dist/test_packed_transformers.py"),
     ranks=2,
-    keyword="test_eager or test_compiled_masks or test_drop_in or whole_sequence or named_on_every_rank or change_in_place",
+    keyword="test_eager or test_compiled_masks or test_drop_in or whole_sequence or named or change_in_place",
 )
 CHECKPOINTS_OVER_RANKS = Tests(
     "compiled checkpoints over ranks", ("tests/dist/test_compiled_checkpoints.py",), ranks=2
