@@ -17,14 +17,7 @@ from torch_fdattn.dist import (
     unshard_batch,
 )
 
-
-@pytest.fixture(autouse=True)
-def _compared(rank_device, monkeypatch) -> None:
-    """On GPUs only the checked mode compares what a rank has seen before."""
-    if dist.get_world_size() == 1:
-        pytest.skip("needs 2 ranks")
-    if rank_device.type == "cuda":
-        monkeypatch.setattr(checks, "CHECK_VALUES", True)
+pytestmark = pytest.mark.usefixtures("compared_in_every_call")
 
 
 def heads_of(rank: int, device) -> list[Tensor]:

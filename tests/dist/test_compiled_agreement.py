@@ -14,14 +14,11 @@ from torch_fdattn.compile_backend.context_parallel import agreement
 from torch_fdattn.compile_backend.report import UnsupportedAttention
 from torch_fdattn.dist import SequenceShards
 
+pytestmark = pytest.mark.usefixtures("compared_in_every_call")
+
 
 @pytest.fixture(autouse=True)
-def _compared(rank_device, monkeypatch) -> None:
-    """On GPUs only the checked mode compares what a rank has seen before."""
-    if dist.get_world_size() == 1:
-        pytest.skip("needs 2 ranks")
-    if rank_device.type == "cuda":
-        monkeypatch.setattr(checks, "CHECK_VALUES", True)
+def _compiled_anew() -> None:
     torch._dynamo.reset()
 
 
