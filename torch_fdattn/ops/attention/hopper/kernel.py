@@ -38,6 +38,7 @@ from torch_fdattn.ops.attention.hopper.rows import (
     thread_sums,
     width_of,
 )
+from torch_fdattn.ops.attention.hopper.scheduling import schedule
 from torch_fdattn.ops.attention.hopper.scores import TileScores
 from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place, slots_of
 from torch_fdattn.ops.attention.hopper.tiles import Call, read_end, read_tile
@@ -75,8 +76,9 @@ def attention_forward_kernel(
     gl.warp_specialize([
         (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 0)),
         (_multiply, (slots, outs, out_blocks, out, lse, call, changes, RAGGED, Q_IN_REGISTERS, 1)),
-        (load, (slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_stride, table_step)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (load, (slots, q_blocks, k_blocks, v_blocks, call, page_table, table_stride, table_step)),
+        (schedule, (slots, counter, call)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip
 
 
 @gluon.jit

@@ -8,107 +8,104 @@ from triton.experimental.gluon import language as gl
 from torch_fdattn.ops.attention.hopper.pipeline import place_of
 from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place
-from torch_fdattn.ops.attention.hopper.tiles import read_end, read_tile, take, tile_of, write_tile
+from torch_fdattn.ops.attention.hopper.tiles import read_tile
 
 #: A page that no cache has.
 _FAR = gl.constexpr(1 << 30)
+_LANES = gl.constexpr(32)
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
-def load(slots, q_blocks, k_blocks, v_blocks, counter, call, page_table, table_stride, table_step):
-    """Of one warp: hands tiles over, and fills the slots in the order in which they are emptied.
-
-    The tile after the one that it loads is handed over before it is needed.
-    """
+def load(slots, q_blocks, k_blocks, v_blocks, call, page_table, table_stride, table_step):
+    """Of one warp: the tiles that `scheduling.py` hands over, and their blocks of keys from right to left."""
+    COPIES: gl.constexpr = call.KEYS // k_blocks.block_type.shape[2]
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    corners_of_values = (_no_pages(k_blocks, call), gl.to_tensor(0), gl.to_tensor(0))
-    _hand_over(slots, gl.program_id(0), turn, counter, call)
-    more = read_end(slots.tiles, place_of(turn, SLOTS).slot, _ONE) > 0
-    while more:
-        tile = read_tile(slots.tiles, place_of(turn, SLOTS).slot, _ONE)
+    tile = _tile_of(slots, turn)
+    corners_of_values = _corners(page_table, table_step, tile, 0, k_blocks, call, False)
+    while tile.end > 0:
         table = page_table
         if page_table is not None:
             table += tile.sequence.to(gl.int64) * table_stride
-        for i in range(tile.end - tile.begin):
-            first_key = tile.keys.first + (tile.end - 1 - i) * call.KEYS
-            head = tile.head // call.group
-            if table is not None:
-                pages, first, missing = _pages(table, table_step, first_key, tile, k_blocks, call)
-                here = pages, head, first
-            else:
-                here = ((tile.batch,), head, first_key)
-                missing = gl.to_tensor(0)
-            _load_keys(slots, k_blocks, here, missing, step)
+        count = tile.end - tile.begin
+        following = _corners(table, table_step, tile, tile.end - 1, k_blocks, call, True)
+        for i in range(count):
+            here = following
+            # Entries of a page table take as long to come as half of a step.
+            following = _corners(table, table_step, tile, tile.end - 2 - i, k_blocks, call, i + 1 < count)  # fmt: skip
+            _load_keys(slots, k_blocks, here, COPIES, step)
             if step > 0:
-                _load_values(slots, v_blocks, corners_of_values, step, True)
+                _load_values(slots, v_blocks, corners_of_values, COPIES, step, True)
             # After the last values of the tile before, without which no queries are released.
             if i == 0:
                 _load_queries(slots, q_blocks, tile, turn)
-                _hand_over(slots, take(counter, call.tiles()), turn + 1, counter, call)
             corners_of_values = here
             step += 1
+        # Not before: a number that is taken early is one that a program which has nothing left to do cannot have.
+        slots.has_tile.release(place_of(turn, SLOTS))
         turn += 1
-        more = read_end(slots.tiles, place_of(turn, SLOTS).slot, _ONE) > 0
+        tile = _tile_of(slots, turn)
     if step > 0:
-        _load_values(slots, v_blocks, corners_of_values, step, False)
+        _load_values(slots, v_blocks, corners_of_values, COPIES, step, False)
 
 
 @gluon.jit
-def _hand_over(slots, number, turn, counter, call):
-    """The tile of this number, or of the next one that has rows; or says that there is none."""
-    tiles = call.tiles()
-    tile = tile_of(gl.minimum(number, tiles - 1), call)
-    if call.cu_seqlens_q is not None:
-        while (number < tiles) & (tile.row >= tile.queries.length):
-            number = take(counter, tiles)
-            tile = tile_of(gl.minimum(number, tiles - 1), call)
+def _tile_of(slots, turn):
     place = place_of(turn, SLOTS)
-    slots.has_tile.wait_empty(place)
-    write_tile(tile, gl.where(number < tiles, tile.end, 0), slots.tiles, place.slot, _ONE)
-    slots.has_tile.hand_over(place)
+    slots.has_tile.wait_full(place)
+    return read_tile(slots.tiles, place.slot, _ONE)
 
 
 @gluon.jit
-def _no_pages(blocks, call):
-    pages = ()
-    for _ in gl.static_range(call.KEYS // blocks.block_type.shape[2]):
-        pages = pages + (gl.to_tensor(0),)  # noqa: RUF005 -- Triton knows no unpacking
-    return pages
+def _corners(table, table_step, tile, block, blocks, call, needed):
+    """Where a block of keys lies: (batch, KV head, first row); on pages (entries, KV head, first row of a page).
 
-
-@gluon.jit
-def _pages(table, table_step, first_key, tile, blocks, call):
-    """The pages of a block of keys, one for each copy, where in them these begin, and a bit for each that is none.
-
-    Copies from pages that are none bring zeros. Entries of pages that the window has left behind may be anything: none, too.
+    entries: of the page table, one a lane, in the order of the copies. -1 is no page: copies from there bring zeros.
+    Entries of pages that the window has left behind may be anything: none, too.
     """
-    PAGE: gl.constexpr = blocks.block_type.shape[2]
-    if PAGE == call.KEYS:  # or a part of a page
-        size = blocks.shape[2].to(gl.int32)
-        first = first_key % size
+    head = tile.head // call.group
+    first_key = block * call.KEYS
+    if table is None:
+        return tile.batch, head, tile.keys.first + first_key
     else:
-        size: gl.constexpr = PAGE
-        first = gl.to_tensor(0)
-    seen_from = gl.to_tensor(0)
-    if call.HAS_LEFT:
-        seen_from = gl.maximum(tile.row + tile.offset - call.left, 0)
-    pages = ()
-    missing = gl.to_tensor(0)
-    for i in gl.static_range(call.KEYS // PAGE):
-        entry = first_key // size + i
-        needed = (entry * size < call.capacity) & ((entry + 1) * size > seen_from)
-        page = gl.load(table + entry.to(gl.int64) * table_step, mask=needed, other=-1).to(gl.int64)
-        is_page = (page >= 0) & (page < blocks.shape[0])
-        missing |= gl.where(is_page, 0, 1 << i)
-        pages = pages + (gl.where(is_page, page, _FAR).to(gl.int32),)  # noqa: RUF005
-    return pages, first, missing
+        PAGE: gl.constexpr = blocks.block_type.shape[2]
+        if PAGE == call.KEYS:  # or a part of a page
+            size = blocks.shape[2].to(gl.int32)
+            first = first_key % size
+        else:
+            size: gl.constexpr = PAGE
+            first = gl.to_tensor(0)
+        seen_from = gl.to_tensor(0)
+        if call.HAS_LEFT:
+            seen_from = gl.maximum(tile.row + tile.offset - call.left, 0)
+        lane = gl.arange(0, _LANES, layout=_ONE)
+        entry = first_key // size + lane
+        needed = needed & (lane < call.KEYS // PAGE)
+        needed = needed & (entry * size < call.capacity) & ((entry + 1) * size > seen_from)
+        return gl.load(table + entry.to(gl.int64) * table_step, mask=needed, other=-1), head, first
+
+
+@gluon.jit
+def _copies(corners, blocks, COUNT: gl.constexpr):
+    """(corners with a page, or the batch, for each copy; a bit for each page that is none)"""
+    found, head, first = corners
+    if found.type.is_block():
+        lane = gl.arange(0, _LANES, layout=_ONE)
+        is_page = (found >= 0) & (found < blocks.shape[0])
+        found = gl.where(is_page, found, _FAR).to(gl.int32)
+        pages = ()
+        for i in gl.static_range(COUNT):
+            pages = pages + (gl.max(gl.where(lane == i, found, 0), 0),)  # noqa: RUF005 -- Triton knows no unpacking
+        missing = gl.sum(gl.where(is_page | (lane >= COUNT), 0, 1 << lane), 0)
+        return (pages, head, first), missing
+    else:
+        return ((found,), head, first), gl.to_tensor(0)
 
 
 @gluon.jit
 def _fill(ring, blocks, corners, buffers, slot, place, PARTS: gl.constexpr, TRANSPOSED: gl.constexpr):  # fmt: skip
-    """Starts to copy a block of keys or values: whole, in parts, or page by page, of which a copy has 64 columns."""
+    """Starts to copy a block of rows: whole, in parts, or page by page, of which a copy has 64 columns."""
     ROWS_OF_COPY: gl.constexpr = blocks.block_type.shape[2]
     COLUMNS: gl.constexpr = blocks.block_type.shape[3]
     pages, head, first = corners
@@ -129,11 +126,12 @@ def _fill(ring, blocks, corners, buffers, slot, place, PARTS: gl.constexpr, TRAN
 
 
 @gluon.jit
-def _load_keys(slots, k_blocks, corners, missing, step):
+def _load_keys(slots, k_blocks, corners, COPIES: gl.constexpr, step):
     """Of a step that has keys: of the whole step, where its values lie beside them."""
     BYTES: gl.constexpr = slots.BYTES
     place = place_of(step, SLOTS)
     slots.has_keys.wait_empty(place)
+    corners, missing = _copies(corners, k_blocks, COPIES)
     if slots.PAGE > 0:
         slots.missing.index(place.slot).store(gl.full([1], missing, gl.int32, _ONE))
     if slots.TOGETHER:
@@ -145,12 +143,13 @@ def _load_keys(slots, k_blocks, corners, missing, step):
 
 
 @gluon.jit
-def _load_values(slots, v_blocks, corners, step, HAS_KEYS: gl.constexpr):
+def _load_values(slots, v_blocks, corners, COPIES: gl.constexpr, step, HAS_KEYS: gl.constexpr):
     """Of a step, whether or not it has keys: the block before its keys."""
     place = slots.place_of_values(step)
     if not (slots.TOGETHER and HAS_KEYS):
         slots.has_values.wait_empty(place)
         slots.has_values.expect(place, slots.BYTES)
+    corners, _ = _copies(corners, v_blocks, COPIES)
     _fill(slots.has_values, v_blocks, corners, slots.v, place.slot, place, slots.PARTS, slots.TRANSPOSED)  # fmt: skip
 
 

@@ -146,7 +146,7 @@ def slots_of(
     if PAGE > 0:
         missing = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout)
     return Slots(
-        tiles, q, k, v, ring(SLOTS, GROUPS), ring(Q_SLOTS, 1), has_keys, has_values, missing, PAGE,
+        tiles, q, k, v, ring(SLOTS, GROUPS + 1), ring(Q_SLOTS, 1), has_keys, has_values, missing, PAGE,
         Q_SLOTS, PARTS, TOGETHER, TRANSPOSED, BYTES,
     )  # fmt: skip
 
