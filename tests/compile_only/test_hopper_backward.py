@@ -70,7 +70,7 @@ def compiled_launches(
 def test_compiles(head_dim, mask):
     terms, sweep, sums = compiled_launches(head_dim, mask)
     assert nvidia_usage(terms)[1] == nvidia_usage(sums)[1] == 0
-    check_sweep(sweep, head_dim, *SPILLS[head_dim])
+    check_sweep(sweep, head_dim, *SPILLS[head_dim], MASKS[mask][0])
     assert disassembled(sweep.asm["cubin"]).count("UTMAREDG") == 2
 
 
@@ -86,7 +86,7 @@ def test_compiles_in_order(head_dim, mask):
     """Nothing adds to memory that others add to."""
     terms, sweep, gradient = compiled_launches(head_dim, mask, ordered=True)
     assert nvidia_usage(terms)[1] == 0
-    check_sweep_without_dq(sweep, head_dim, *SPILLS[head_dim])
+    check_sweep_without_dq(sweep, head_dim, *SPILLS[head_dim], mask=MASKS[mask][0])
     check_gradient(gradient, 0, 0, head_dim)
     assert not any("UTMAREDG" in disassembled(x.asm["cubin"]) for x in (sweep, gradient))
 
@@ -240,7 +240,7 @@ def packed_launches(
             marks=() if (head_dim, mask.window_right, dtype) == (128, 0, torch.bfloat16) else pytest.mark.slow,
         )
         for head_dim in HEAD_DIMS
-        for mask in (Mask(), Mask(window_right=0), Mask(window_left=512, window_right=100))
+        for mask in (Mask(), Mask(window_right=0), Mask(window_left=1500, window_right=100))
         for dtype in ((torch.bfloat16, torch.float16) if mask.window_right >= 0 else (torch.bfloat16,))
     ],
     ids=dtype_name,
@@ -257,7 +257,7 @@ def test_compiles_for_packed_sequences(dtype, mask, head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_compiles_for_packed_sequences_with_everything(head_dim):
-    mask = Mask(*(meta(4, **INT) for _ in range(3)), window_left=512, window_right=0)
+    mask = Mask(*(meta(4, **INT) for _ in range(3)), window_left=1500, window_right=0)
     given = head_dim, mask, Scores(30.0, meta(4, 8))
     sweep, _ = packed_launches(*given)
     check_sweep(sweep, head_dim, *{64: (432, 235), 128: (224, 51)}[head_dim])
@@ -267,7 +267,7 @@ def test_compiles_for_packed_sequences_with_everything(head_dim):
     check_gradient(gradient, *{64: (184, 96), 128: (0, 0)}[head_dim], head_dim)
 
 
-def check_sweep(sweep, head_dim: int, most: int, reloads: int) -> None:
+def check_sweep(sweep, head_dim: int, most: int, reloads: int, mask: Mask = Mask()) -> None:  # noqa: B008
     """Bytes that spill at most, how many numbers of these a step reads or writes, and no product that waits for the one before."""
     assert nvidia_usage(sweep)[1] <= most
     assert sweep.metadata.shared <= ARCHS["sm_90"].shared_size
@@ -278,20 +278,20 @@ def check_sweep(sweep, head_dim: int, most: int, reloads: int) -> None:
     assert sass.count("WARPGROUP.DEPBAR") < products / 4
     # Scores, dP, dV and dK of a warp group's keys; and its half of dQ's columns, of all keys. A step waits for dP, at head dim
     # 64 for the second keys' scores and dP too, for dV and dK beside dQ's products, for dQ, and for the next scores.
-    subs = subs_of(head_dim)
+    subs = subs_of(head_dim, mask)
     products = subs * (2 * head_dim // 16 + 2 * 4) + 2 * subs * 4
     check_steps(sass, products, "0210" if subs == 1 else "000410", reloads)
 
 
 def check_sweep_without_dq(
-    sweep, head_dim: int, most: int, reloads: int, waits: str | None = None
-) -> None:
+    sweep, head_dim: int, most: int, reloads: int, waits: str | None = None, mask: Mask = Mask(),  # noqa: B008
+) -> None:  # fmt: skip
     """As `check_sweep`. A step waits for dP, for dV and dK beside the next scores, and for these."""
     assert nvidia_usage(sweep)[1] <= most
     assert sweep.metadata.shared <= ARCHS["sm_90"].shared_size
     sass = disassembled(sweep.asm["cubin"])
     assert not early_writes(sass)
-    subs = subs_of(head_dim)
+    subs = subs_of(head_dim, mask)
     expected = waits or ("010" if subs == 1 else "00010")
     check_steps(sass, subs * (2 * head_dim // 16 + 2 * 4), expected, reloads)
 

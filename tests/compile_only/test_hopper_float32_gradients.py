@@ -63,7 +63,7 @@ def test_compiles_wide_heads(mask):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
-    [Mask(window_right=0), Mask(window_left=512, window_right=100)],
+    [Mask(window_right=0), Mask(window_left=1500, window_right=100)],
     ids=["causal", "window"],
 )
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -1,8 +1,8 @@
-"""Attention forward on Hopper: two warp groups multiply and a warp loads, in one program for each SM.
+"""Attention forward on Hopper: two warp groups multiply, a warp loads and a warp schedules, in one program for each SM.
 
 The pipeline is FlashAttention-3's (arXiv:2407.08608): QK of a block of keys is issued before PV of the block before, so
-that the softmax of one stands beside a product of the other. A program takes tile after tile (`tiles.py`); its loading
-warp is ahead by a tile and two blocks of keys and values (`pipeline.py`).
+that the softmax of one stands beside a product of the other. A program takes tile after tile (`scheduling.py`,
+`tiles.py`); its loading warp is ahead by two blocks of keys and values (`pipeline.py`).
 
 Shapes: q (B, H, M, D), k and v (B, H_kv, N, D), out (B, H, M, D), by descriptors of four dims, any strides of which the
 last is 1 and the others multiples of 16 bytes; lse (B, H, M). D is 64, 128, 192 or 256; bfloat16, float16, or fp8: q, k, v

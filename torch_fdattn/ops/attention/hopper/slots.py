@@ -20,7 +20,7 @@ GROUPS = gl.constexpr(2)  #: warp groups that multiply
 
 @aggregate
 class Slots:
-    """Tiles; their queries, of each warp group its own; keys with values."""
+    """Tiles, for the loading warp too; their queries, of each warp group its own; keys with values."""
 
     tiles: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor

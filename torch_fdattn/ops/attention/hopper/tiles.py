@@ -1,7 +1,7 @@
 """Which tile a number stands for: rows of queries of one head, and the blocks of keys that these rows see.
 
-The loading warp takes numbers from a counter (`take`), finds out what they stand for, which may need numbers from the
-device's memory, and hands that to the warp groups (`write_tile`, `read_tile`). Numbers run through sections of heads
+The scheduling warp takes numbers from a counter (`take`), finds out what they stand for, which may need numbers from the
+device's memory, and hands that to the others (`write_tile`, `read_tile`). Numbers run through sections of heads
 whose keys and values fit into the L2 cache together, and within a section from the tiles with the most keys to those
 with the fewest: what is left at the end of a launch are short tiles.
 """

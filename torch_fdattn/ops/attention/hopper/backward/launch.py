@@ -28,6 +28,7 @@ from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.launch import cdiv
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, kernel_arguments
+from torch_fdattn.ops.positions import Mask
 from torch_fdattn.ops.scores import NO_SCORES, Scores
 
 #: That the sweep over keys computes with; what is between is filled up with zeros by the copies that load it.
@@ -79,9 +80,15 @@ def _dim(head_dim: int) -> int:
     return next(x for x in (*HEAD_DIMS, WIDE_HEAD_DIM) if head_dim <= x)
 
 
-def subs_of(head_dim: int) -> int:
-    """Blocks of 64 keys of a warp group: of head dim 128 one fills the registers."""
-    return 2 if head_dim <= 64 else 1
+def subs_of(head_dim: int, mask: Mask) -> int:
+    """Blocks of 64 keys of a warp group: of head dim 128 one fills the registers.
+
+    With a window of few keys smaller tiles have fewer hidden pairs. One H200, head dim 64, 32 heads, 16k: 0.84, 0.95, 1.08
+    and 1.15 of the time with windows of 512, 1024, 2048 and 4096.
+    """
+    left, right = mask.window_left, mask.window_right
+    is_narrow = min(left, right) >= 0 and left + right < 1024
+    return 1 if head_dim > 64 or is_narrow else 2
 
 
 def hopper_backward_launches(
@@ -127,7 +134,7 @@ def _sweep(
     mask, scale, scores = options[:3]
     dim = _dim(head_dim)
     padded_len = rows[0].shape[2]
-    subs = subs_of(head_dim)
+    subs = subs_of(head_dim, mask)
     keys = GROUPS.value * subs * ROWS.value
     blocks, sequences, begins = cdiv(capacity, keys) * batch, batch, (None, None)
     if packed is not None:
