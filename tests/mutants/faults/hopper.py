@@ -33,8 +33,17 @@ _OF_FORWARD = (
     ),
     Fault(
         "values of the block of keys of the same step", f"{_FORWARD}/loading.py",
-        "_load_values(slots, v_blocks, corners_of_values, step, True)", "_load_values(slots, v_blocks, here, step, True)",
-        HOPPER_FORWARD_ON_GPU,
+        "_load_values(slots, v_blocks, corners_of_values, COPIES, step, True)",
+        "_load_values(slots, v_blocks, here, COPIES, step, True)", HOPPER_FORWARD_ON_GPU,
+    ),
+    Fault(
+        "pages of the block of keys before", f"{_FORWARD}/loading.py",
+        "tile.end - 2 - i", "tile.end - 1 - i", HOPPER_PAGES_ON_GPU,
+    ),
+    Fault(
+        "the first page of each block that is none", f"{_FORWARD}/loading.py",
+        "gl.where(is_page | (lane >= COUNT), 0, 1 << lane)", "gl.where(is_page | (lane >= COUNT), 0, 2 << lane)",
+        HOPPER_PAGES_ON_GPU,
     ),
     Fault(
         "pages of the first sequence", f"{_FORWARD}/loading.py",
