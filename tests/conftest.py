@@ -22,6 +22,9 @@ from torch_fdattn.ops import determinism
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import summarize
 
+if os.environ.get("FDATTN_WORKERS_SHARE_GPUS") == "1" and torch.cuda.device_count() > 1:
+    _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(_worker % torch.cuda.device_count())
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 #: A graph of an earlier test that is garbage is collected before a capture, in which destroying it is an error.
 torch.compiler.config.force_cudagraph_gc = True

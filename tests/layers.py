@@ -243,12 +243,10 @@ def layers(kind: str) -> list[Layer]:
     if kind == "gpu":
         if not gpus:
             sys.exit("gpu needs a CUDA device, found none")
-        parallel = ("-n", str(min(8, os.cpu_count() or 1)))
-        return [
-            Layer(
-                "GPU", (*_NOT_DISTRIBUTED, f"--ignore={_SMOLLM2}", *parallel, "-m", "not overlay")
-            )
-        ]
+        # Most of them compile: a GPU waits for the processors.
+        parallel = ("-n", str(min(16 * gpus, os.cpu_count() or 1)), "--dist", "worksteal")
+        chosen = (*_NOT_DISTRIBUTED, f"--ignore={_SMOLLM2}", *parallel, "-m", "not overlay")
+        return [Layer("GPU", chosen, 0, {"FDATTN_WORKERS_SHARE_GPUS": "1"})]
     if kind == "multigpu":
         if gpus < 2:
             sys.exit(f"multigpu needs 2 CUDA devices or more, found {gpus}")
