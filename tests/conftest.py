@@ -22,9 +22,21 @@ from torch_fdattn.ops import determinism
 from torch_fdattn.ops.library import INTERPRET
 from torch_fdattn.testing import summarize
 
-if os.environ.get("FDATTN_WORKERS_SHARE_GPUS") == "1" and torch.cuda.device_count() > 1:
-    _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(_worker % torch.cuda.device_count())
+
+def _take_one_gpu() -> None:
+    """Of those that there are, for a worker of pytest-xdist: the process that starts workers, whose environment they have,
+    keeps all.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or os.environ.get("FDATTN_WORKERS_SHARE_GPUS") != "1":
+        return
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
+
+_take_one_gpu()
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 #: A graph of an earlier test that is garbage is collected before a capture, in which destroying it is an error.
 torch.compiler.config.force_cudagraph_gc = True

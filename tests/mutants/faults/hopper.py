@@ -41,7 +41,7 @@ _OF_FORWARD = (
         "tile.end - 2 - i", "tile.end - 1 - i", HOPPER_PAGES_ON_GPU,
     ),
     Fault(
-        "the first page of each block that is none", f"{_FORWARD}/loading.py",
+        "bits of pages that are none, a page late", f"{_FORWARD}/loading.py",
         "gl.where(is_page | (lane >= COUNT), 0, 1 << lane)", "gl.where(is_page | (lane >= COUNT), 0, 2 << lane)",
         HOPPER_PAGES_ON_GPU,
     ),

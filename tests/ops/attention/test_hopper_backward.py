@@ -145,6 +145,15 @@ def test_windows(ordered, keys, window, head_dim):
 
 
 @HEAD_DIMS
+@pytest.mark.parametrize("window", [(1100, 0), (1030, 20)])
+@ORDERED
+def test_wide_windows(ordered, window, head_dim):
+    """Tiles of head dim 64 are as large as without a window."""
+    q, k, v = (normal(1, h, 1500, head_dim) for h in (4, 2, 2))
+    check(q, k, v, Mask(window_left=window[0], window_right=window[1]), ordered=ordered)
+
+
+@HEAD_DIMS
 @pytest.mark.parametrize("causal", [False, True])
 @ORDERED
 def test_lengths_beyond_which_is_nan(ordered, causal, head_dim):

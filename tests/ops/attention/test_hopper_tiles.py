@@ -171,7 +171,7 @@ def seen_of(call: Call, sequence: int, q_len: int, keys: int) -> torch.Tensor:
 
 def tiles_of(call: Call) -> list[Tile]:
     found = [tiles.tile_of.fn(Number(i), call) for i in range(call.tiles())]
-    # The loading warp leaves out packed tiles without rows.
+    # The scheduling warp leaves out packed tiles without rows.
     return [x for x in found if x.row < x.queries.length]
 
 

@@ -42,7 +42,7 @@ def load(slots, q_blocks, k_blocks, v_blocks, call, page_table, table_stride, ta
                 _load_queries(slots, q_blocks, tile, turn)
             corners_of_values = here
             step += 1
-        # Not before: a number that is taken early is one that a program which has nothing left to do cannot have.
+        # Only now: the scheduling warp then takes a number, which an idle program should rather have.
         slots.has_tile.release(place_of(turn, SLOTS))
         turn += 1
         tile = _tile_of(slots, turn)

@@ -17,7 +17,7 @@ _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 @gluon.jit
 def schedule(slots, counter, call):
-    """Of one warp: tiles that have rows, one after the other, and at the end one without keys, which says that there is none."""
+    """Of one warp: tiles that have rows, one after the other; at the end one without keys says that there is none."""
     tiles = call.tiles()
     number = gl.program_id(0)
     turn = gl.to_tensor(0)

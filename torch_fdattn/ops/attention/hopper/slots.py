@@ -1,4 +1,4 @@
-"""Where Hopper's forward keeps in shared memory what one warp loads and two warp groups read.
+"""Where Hopper's forward keeps in shared memory what its warps hand to each other: tiles, and what is loaded.
 
 A step multiplies the keys of one block and the values of the block before it, of whatever tile: QK is a block ahead of PV.
 Where blocks are small, both lie in one slot of a ring: one barrier says that they have landed, and one that they are
