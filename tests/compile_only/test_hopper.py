@@ -56,7 +56,7 @@ QUICK = (64, "causal"), (128, "causal"), (256, "lengths")
 PLAIN_SPILLS = {64: 0, 128: 0, 192: 0, 256: 16}
 SPILLS = {64: 0, 128: 32, 192: 16, 256: 48}
 #: With pages of so many keys.
-PAGE_SPILLS = {16: 144, 32: 40}
+PAGE_SPILLS = {16: 80, 32: 24}
 
 
 def changed(changes: str, sequences: int = 2, sinks: torch.dtype = torch.bfloat16) -> Scores:
@@ -169,7 +169,7 @@ def test_compiles_for_packed_sequences(changes, mask, head_dim):
     ),
 )
 def test_compiles_for_pages(mask, changes, page, head_dim):
-    """The loading warp, of 24 registers a thread, spills the numbers of eight pages."""
+    """The loading warp has 24 registers a thread."""
     q, k = meta(1, 8, 5000, head_dim, dtype=torch.bfloat16), meta(300, 2, page, head_dim, dtype=torch.bfloat16)  # fmt: skip
     mask = PACKED_MASKS[mask]._replace(kv_lens=meta(4, **INT))
     options = AttentionOptions(mask, 1.0, changed(changes, 4))
