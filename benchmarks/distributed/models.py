@@ -23,7 +23,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "meta-llama/Meta-Llama-3-70B": named_config("Llama-3-70B"),
     "smollm2": named_config("SmolLM2-135M"),
     "tiny-qwen3": ModelConfig(
-        "qwen3", 512, 96, 160, 2, 6, 2, 16, 40960, rope=RopeConfig(theta=1e6), tie_embeddings=True
+        "qwen3", 512, 96, 160, 2, 8, 2, 16, 40960, rope=RopeConfig(theta=1e6), tie_embeddings=True
     ),
 }
 CONFIGS = {name: replace(config, dtype=torch.bfloat16) for name, config in CONFIGS.items()}
