@@ -37,6 +37,7 @@ from torch_fdattn.dist.ring_attention.checkpoints import BACKWARDS, engine_in, r
 from torch_fdattn.dist.ring_attention.local_attention import (
     name_of_local_attention,
     refuse_compiled,
+    refuse_local,
 )
 from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
 from torch_fdattn.dist.ring_attention.sequence_shards import (
@@ -286,13 +287,7 @@ class RingMode(TorchFunctionMode):
                 return func(*args, **kwargs)
         name = name_of_local_attention(func, args, kwargs, self._shards.lengths[self._rank])
         if name is not None:  # of all ranks, which run the same program
-            message = f"{name} inside context_parallel would attend to this rank's tokens only"
-            if torch.compiler.is_compiling():
-                refuse_compiled(message)
-            raise NotImplementedError(
-                f"{message}: call F.scaled_dot_product_attention or torch_fdattn.attention (of models of "
-                'transformers, use attn_implementation="fdattn")'
-            )
+            refuse_local(name)
         return func(*args, **kwargs)
 
     def _scaled_dot_product_attention(

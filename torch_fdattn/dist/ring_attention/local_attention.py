@@ -94,6 +94,20 @@ def _name_of_softmax(scores: Tensor | None, tokens: int) -> str | None:
     return None
 
 
+def refuse_local(name: str) -> None:
+    """Raises NotImplementedError, or while Dynamo traces what `refuse_compiled` does."""
+    message = f"{name} inside context_parallel would attend to this rank's tokens only"
+    remedy = (
+        "call F.scaled_dot_product_attention or torch_fdattn.attention (of models of transformers, use "
+        'attn_implementation="fdattn")'
+    )
+    if (
+        torch.compiler.is_compiling()
+    ):  # also of eager `flex_attention`, which calls Dynamo by itself
+        refuse_compiled(f"{message}: in eager code {remedy}; in compiled code")
+    raise NotImplementedError(f"{message}: {remedy}")
+
+
 def refuse_compiled(message: str) -> None:
     """Raises RuntimeError while Dynamo traces, which ends the compilation.
 
