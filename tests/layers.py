@@ -40,6 +40,7 @@ _PROCESSES = (
     "tests/benchmarks/test_suite.py",
     "tests/benchmarks/test_tp_ways.py",
     "tests/test_faults.py",
+    "tests/test_ring_faults.py",
     "tests/test_soak.py",
 )
 

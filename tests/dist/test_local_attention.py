@@ -60,6 +60,24 @@ def eager_attention_forward(x):
     return F.softmax((x @ x.mT)[..., :7], dim=-1) @ x[:, :, :7]
 
 
+def written_out_by_bmm(x):
+    heads = x.flatten(0, 1)
+    return torch.bmm(torch.bmm(heads, heads.mT).softmax(-1), heads).view_as(x)
+
+
+def by_log_softmax(x):
+    return (x @ x.mT).log_softmax(-1).exp() @ x
+
+
+def by_log_softmax_of_functional(x):
+    return F.log_softmax(x @ x.mT, dim=-1).exp() @ x
+
+
+def by_logsumexp(x):
+    scores = x @ x.mT
+    return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ x
+
+
 @pytest.fixture
 def inside(group):
     world = dist.get_world_size()
@@ -79,6 +97,10 @@ def inside(group):
         (written_out_in_groups, "attention written out"),
         (written_out_with_sinks, "attention written out"),
         (by_torch_softmax, "attention written out"),
+        (written_out_by_bmm, "attention written out"),
+        (by_log_softmax, "attention written out"),
+        (by_log_softmax_of_functional, "attention written out"),
+        (by_logsumexp, "attention written out"),
         (eager_attention_forward, "eager_attention_forward"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -124,10 +146,12 @@ def test_flex_attention(inside, rank_device, compiled) -> None:
 
 def test_what_goes_token_by_token(inside, rank_device) -> None:
     """Softmaxes of routers and words, and aten's other ops."""
-    x = torch.randn(1, LENGTH, LENGTH, device=rank_device)
-    for softmax in (F.softmax, torch.softmax):
+    x = torch.randn(2, LENGTH, LENGTH + 2, device=rank_device)
+    for softmax in (F.softmax, torch.softmax, F.log_softmax):
         assert softmax(x, -1).shape == x.shape
-        assert softmax(x[0], -1).shape == x[0].shape
+        assert softmax(x[0, :, :LENGTH], -1).shape == (LENGTH, LENGTH)
+    labels = torch.zeros(2, LENGTH, dtype=torch.long, device=rank_device)
+    assert F.cross_entropy(x[..., :LENGTH].mT, labels).dim() == 0
     assert torch.ops.aten.relu.default(x).shape == torch.ops.aten.relu(x).shape
     assert F.softmax(torch.randn(2, 3, LENGTH, 5, device=rank_device), -1).shape[-1] == 5
 

@@ -30,16 +30,19 @@ def context() -> RingMode | None:
     return None if module is None else module.active()
 
 
+def _expect_eager() -> None:
+    if torch.compiler.is_compiling():
+        from torch_fdattn.dist.ring_attention.local_attention import refuse_compiled
+
+        refuse_compiled(f"{PLACE} is eager")
+
+
 def check_mask(
     shards: RingMode, sizes: tuple[int, int, Any, int], mask_function: Callable, attention_mask: Tensor | None,
     config: object, hf: types.ModuleType,
 ) -> Callable:  # fmt: skip
     """The mask function of all ranks' tokens, from the one that transformers made for this rank's."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f'{PLACE} is eager: for compiled models torch.compile(model, backend="fdattn", '
-            'options={"context_parallel": …}) in its place'
-        )
+    _expect_eager()
     from torch_fdattn.dist.ring_attention.transformers_layers import check_model
 
     check_model(config, shards.total, PLACE)
@@ -71,6 +74,7 @@ def check_positions(
     shards: RingMode, position_ids: Tensor | None, query: Tensor, cu_seq_lens: tuple[Tensor | None, ...]
 ) -> None:  # fmt: skip
     """cu_seq_lens: of queries and keys, in which a collator says what `context_parallel` is told as cu_seqlens."""
+    _expect_eager()
     from torch_fdattn.dist.ring_attention import transformers_layers
 
     given = tuple(x for x in cu_seq_lens if x is not None)

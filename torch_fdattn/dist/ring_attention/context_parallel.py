@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -34,7 +33,12 @@ from torch_fdattn.dist.functional import ring_attention
 from torch_fdattn.dist.groups import Group, name_of, rank_and_size
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.auto import AUTO
-from torch_fdattn.dist.ring_attention.local_attention import name_of_local_attention
+from torch_fdattn.dist.ring_attention.checkpoints import BACKWARDS, engine_in, record_attention
+from torch_fdattn.dist.ring_attention.local_attention import (
+    name_of_local_attention,
+    refuse_compiled,
+    refuse_local,
+)
 from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
 from torch_fdattn.dist.ring_attention.sequence_shards import (
     SequenceShards,
@@ -138,11 +142,14 @@ def context_parallel(
     With other masks, lengths or positions they raise NotImplementedError (`varlen_attention` has no dropout), and so does
     what would attend to this rank's tokens only: nn.MultiheadAttention, aten's ops of SDPA, `varlen_attn`,
     torch_fdattn.attention_fp8, decode and paged_decode, ops of flash_attn and xformers, and attention written out, which
-    is known by a softmax over (B, H, …, S_r, S_r) scores or in a function named eager_attention_forward (`flex_attention`
-    raises Dynamo's error, which names it). Nothing sees functions that `torch.jit.trace` made outside, and other threads:
-    they attend to this rank's tokens, and so does attention in kernels that are not ops of torch.
+    is known by a softmax, log_softmax or logsumexp over (B, H, …, S_r, S_r) or (B · H, S_r, S_r) scores, or a softmax in a
+    function named eager_attention_forward. Attention in functions that `torch.compile` made, `flex_attention` too, raises
+    Dynamo's error, which names it: for compiled models the backend "fdattn" has options={"context_parallel": …}.
+    Nothing sees attention written with exp and sum or in chunks of queries, functions that `torch.jit.trace` made outside,
+    other threads, and kernels that are not ops of torch: they attend to this rank's tokens.
     A window beyond the sequence is none, as that of a model over a short one. Arguments are compared on entry.
-    With activation checkpointing the backward belongs inside too, because it calls attention again.
+    With activation checkpointing the backward belongs inside too, because it calls attention again; outside it raises.
+    Losses of ranks add up: DistributedDataParallel and FSDP, which average gradients, need losses times the ranks.
 
     The rest of the model must work token by token, and be given the positions of this rank's tokens (`shard_batch`):
     what it counts by itself, or computes from its input's length, is of one rank's part. For models of transformers
@@ -195,32 +202,6 @@ def context_parallel(
             x.data = data
 
 
-_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-
-
-@contextlib.contextmanager
-def _engine_in(mode: RingMode) -> Iterator[None]:
-    """A backward runs in the mode, as the call of it stood there: activation checkpoints call attention again in it.
-
-    Modes are off while one handles a call, and the engine runs with the modes of its caller; nothing but its call
-    stands between.
-    """
-    run, thread, under_way = torch.autograd._engine_run_backward, threading.get_ident(), [True]
-
-    def run_in_mode(*args, **kwargs):
-        if under_way and threading.get_ident() == thread:
-            with mode:
-                return run(*args, **kwargs)
-        return run(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = run_in_mode
-    try:
-        yield
-    finally:
-        under_way.clear()
-        torch.autograd._engine_run_backward = run
-
-
 def check_strategy(strategy: str, where: str) -> None:
     """Raises ValueError for one that `ring_attention` does not have, or that takes unsharded keys."""
     usable = AUTO, *(name for name in STRATEGIES if name != "query_split")
@@ -228,6 +209,16 @@ def check_strategy(strategy: str, where: str) -> None:
         raise ValueError(
             f"strategy must be one of {usable} inside {where}, where keys are sharded too, got {strategy!r}"
         )
+
+
+#: What goes over the ranks, and how errors name it.
+_ATTENTION = {
+    F.scaled_dot_product_attention: "scaled_dot_product_attention",
+    torch.ops.fdattn.attention: "attention",
+    torch.ops.fdattn.attention.default: "attention",
+    torch.ops.fdattn.varlen_attention: "varlen_attention",
+    torch.ops.fdattn.varlen_attention.default: "varlen_attention",
+}
 
 
 class RingMode(TorchFunctionMode):
@@ -252,6 +243,11 @@ class RingMode(TorchFunctionMode):
     def total(self) -> int:
         """Tokens of all ranks."""
         return self._total
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(self._shards.lengths)
 
     @functools.cached_property
     def accepted_positions(self) -> AcceptedPositions:
@@ -278,25 +274,23 @@ class RingMode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._sdpa(*args, **kwargs)
-        if func in (torch.ops.fdattn.attention, torch.ops.fdattn.attention.default):
-            return self._attention(*args, **kwargs)
-        if func in (torch.ops.fdattn.varlen_attention, torch.ops.fdattn.varlen_attention.default):
-            return self._varlen_attention(*args, **kwargs)
-        if func in _BACKWARDS:
-            with _engine_in(self):
+        if func in _ATTENTION:
+            name = _ATTENTION[func]
+            if torch.compiler.is_compiling():
+                refuse_compiled(
+                    f"{name} of a compiled function inside context_parallel is not supported"
+                )
+            record_attention(self._options)
+            return getattr(self, f"_{name}")(*args, **kwargs)
+        if func in BACKWARDS:
+            with engine_in(self):
                 return func(*args, **kwargs)
         name = name_of_local_attention(func, args, kwargs, self._shards.lengths[self._rank])
         if name is not None:  # of all ranks, which run the same program
-            raise NotImplementedError(
-                f"{name} inside context_parallel would attend to this rank's tokens only: call "
-                "F.scaled_dot_product_attention or torch_fdattn.attention (of models of transformers, "
-                'use attn_implementation="fdattn")'
-            )
+            refuse_local(name)
         return func(*args, **kwargs)
 
-    def _sdpa(
+    def _scaled_dot_product_attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         enable_gqa=False,
     ):  # fmt: skip

@@ -40,7 +40,12 @@ _CALLS = (
 _TORCH, _LIBRARIES = ("aten", "torch_attn"), ("flash_attn", "xformers")
 #: In names of these libraries' ops that go token by token.
 _NO_ATTENTION = ("norm", "rotary", "cross_entropy", "silu", "swiglu")
-_SOFTMAXES = (F.softmax, torch.softmax, torch._softmax, torch.special.softmax, Tensor.softmax)
+#: What turns scores into weights, and the first step of those that write it as exp(scores - logsumexp).
+_SOFTMAXES = (
+    F.softmax, torch.softmax, torch._softmax, torch.special.softmax, Tensor.softmax,
+    F.log_softmax, torch.log_softmax, torch._log_softmax, torch.special.log_softmax, Tensor.log_softmax,
+    torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp,
+)  # fmt: skip
 #: What models of transformers name the attention that they write out.
 _WRITTEN_OUT = "eager_attention_forward"
 _FRAMES = 6  # from a mode's handler up to the caller of a torch function
@@ -67,11 +72,16 @@ def _is_kernel(op: str) -> bool:
 
 
 def _name_of_softmax(scores: Tensor | None, tokens: int) -> str | None:
-    """Of scores (B, H, …, tokens, tokens), one more with a sink, or of any in a function of that name."""
-    if isinstance(scores, Tensor) and scores.dim() >= 4:
+    """Of scores (B, H, …, tokens, tokens) or (B · H, tokens, tokens), one more with a sink, or of any in a function of that name."""
+    if isinstance(scores, Tensor) and scores.dim() >= 3:
         rows, keys = scores.shape[-2:]
         if rows == tokens and keys in (tokens, tokens + 1):
-            return f"attention written out (a softmax over {tuple(scores.shape)} scores)"
+            if torch.compiler.is_compiling():  # where sizes may have no numbers
+                return "attention written out (a softmax over scores of this rank's tokens)"
+            remedy = ""
+            if scores.dim() == 3:
+                remedy = "; if it is no attention, flatten it to two dims"
+            return f"attention written out (a softmax over {tuple(scores.shape)} scores{remedy})"
     if torch.compiler.is_compiling():  # which gives its frames' names to nobody
         return None
     frame = sys._getframe(3)
@@ -82,3 +92,34 @@ def _name_of_softmax(scores: Tensor | None, tokens: int) -> str | None:
             return f'{_WRITTEN_OUT} (attn_implementation="eager")'
         frame = frame.f_back
     return None
+
+
+def refuse_local(name: str) -> None:
+    """Raises NotImplementedError, or while Dynamo traces what `refuse_compiled` does."""
+    message = f"{name} inside context_parallel would attend to this rank's tokens only"
+    remedy = (
+        "call F.scaled_dot_product_attention or torch_fdattn.attention (of models of transformers, use "
+        'attn_implementation="fdattn")'
+    )
+    if (
+        torch.compiler.is_compiling()
+    ):  # also of eager `flex_attention`, which calls Dynamo by itself
+        refuse_compiled(f"{message}: in eager code {remedy}; in compiled code")
+    raise NotImplementedError(f"{message}: {remedy}")
+
+
+def refuse_compiled(message: str) -> None:
+    """Raises RuntimeError while Dynamo traces, which ends the compilation.
+
+    What traced code raises by itself only breaks the graph, and after that Dynamo (2.13) calls methods of tensors with other
+    operands: results were wrong in silence. It takes NotImplementedError for a limit of its own.
+    """
+    raise RuntimeError(
+        f"{message}: call the compiled model outside of context_parallel, made by torch.compile(model, "
+        'backend="fdattn", options={"context_parallel": {"group": group, "shards": shards}}), or leave attention out of what '
+        "is compiled (torch.compiler.disable)"
+    )
+
+
+# What torch.compiler.assume_constant_result would set, without its import of torch._dynamo: Dynamo calls it.
+refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

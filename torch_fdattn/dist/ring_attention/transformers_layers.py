@@ -44,6 +44,13 @@ def check_sdpa(
     if _SDPA not in sys.modules or caller.f_globals.get("__name__") != _SDPA:
         return
     told = caller.f_locals.get("kwargs", {})
+    if shards.total > 1 and min(shards.lengths) < 2:
+        # Of one query transformers says that it is not causal: it would be a step over a cache.
+        shards.refuse(
+            query,
+            f"{_SDPA_PLACE} must have two tokens on every rank, or its attention is not causal, got shards of "
+            f"{shards.lengths} tokens: {OURS}, or give each rank more tokens",
+        )
     check_model(getattr(caller.f_locals.get("module"), "config", None), shards.total, _SDPA_PLACE)
     check_positions(
         shards, told.get("position_ids"), query, _SDPA_PLACE, mask, f"{OURS}, and {POSITIONS}"

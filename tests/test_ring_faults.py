@@ -1,0 +1,44 @@
+"""A rank that dies or halts, met by ring attention's portable strategies: the others get an exception in time; see
+ring_fault_worker.py. What the one-sided strategies do then: test_faults.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "ring_fault_worker.py"
+
+
+def lose_a_rank(fault: str, strategy: str, ranks: int, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(WORKER), fault, strategy, str(ranks), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(" after ") == ranks - 1, done.stdout
+
+
+#: Each fault and each strategy is among the quick ones.
+QUICK = {("kill", "ring"), ("stop", "all_gather"), ("stop", "ring"), ("backward", "ulysses")}
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(("kill", "stop", "backward"), ("ring", "all_gather", "ulysses"))
+]
+
+
+@pytest.mark.parametrize(("fault", "strategy"), CASES)
+def test_the_other_rank_gets_an_exception(fault: str, strategy: str, tmp_path: Path) -> None:
+    lose_a_rank(fault, strategy, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_seven_others_get_an_exception(strategy: str, tmp_path: Path) -> None:
+    lose_a_rank("kill", strategy, 8, tmp_path)
