@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.context_parallel.token_dims import (
-    Info,
+    TokenInfo,
     argument,
     einsum_labels,
     factors,
@@ -40,7 +40,7 @@ _OURS = ("aten", "prims", "fdattn", "_c10d_functional", "c10d_functional", "c10d
 _MIXING_NAMES = re.compile(r"conv|scan|mamba|ssm|ssd|delta_rule|delta_net|retention|wkv|linear_att|lightning|gla_|hyena")  # fmt: skip
 
 
-def mixes(node: Node, name: str, infos: dict[Node, Info], calls_graphs: bool) -> str:
+def mixes(node: Node, name: str, infos: dict[Node, TokenInfo], calls_graphs: bool) -> str:
     """What an operation does over the rank's tokens, as a message says it; "" if nothing."""
     if calls_graphs or isinstance(node.target, torch._ops.HigherOrderOperator):
         loop = getattr(node.target, "__name__", "")
@@ -104,7 +104,7 @@ def _of_one(node: Node, name: str, dims: frozenset[int], rank: int) -> str:
     return f"{name} over tokens" if _OVER_PLACES.search(name) and behind_channels else ""
 
 
-def _cat(node: Node, infos: dict[Node, Info]) -> str:
+def _cat(node: Node, infos: dict[Node, TokenInfo]) -> str:
     """Tokens behind or before what holds none: a pad by another name. What is empty (a new cache) adds nothing."""
     parts = [x for x in joined(node) if isinstance(x, Node) and 0 not in tensor_of(x).shape]
     if not parts or not tensor_of(parts[0]).is_floating_point():
@@ -114,13 +114,13 @@ def _cat(node: Node, infos: dict[Node, Info]) -> str:
     return "a concatenation of tokens and others" if held == {True, False} else ""
 
 
-def _einsum(node: Node, infos: dict[Node, Info]) -> str:
+def _einsum(node: Node, infos: dict[Node, TokenInfo]) -> str:
     operands, out = einsum_labels(node)
     summed = {own[dim] for x, own in operands for dim in infos[x].dims if own[dim] not in out}
     return "a product (einsum) that sums over tokens" if summed else ""
 
 
-def _any_tokens(nodes: Iterable[Node], infos: dict[Node, Info]) -> bool:
+def _any_tokens(nodes: Iterable[Node], infos: dict[Node, TokenInfo]) -> bool:
     return any(infos[x].dims for x in nodes)
 
 

@@ -40,18 +40,18 @@ _FRESH = {
 _SCATTERS = {"index_add", "index_copy", "index_put", "scatter", "scatter_add", "setitem"}
 
 
-class Made(NamedTuple):
+class TokenCount(NamedTuple):
     """Numbers that count this rank's tokens, which the graph makes itself."""
 
     node: Node
     start: int  #: of the first token
 
 
-class Info(NamedTuple):
+class TokenInfo(NamedTuple):
     """What is known of a tensor, or of each of a tuple."""
 
     dims: frozenset[int] = NO_DIMS  #: that run over tokens
-    made: Made | None = None  #: its numbers over tokens follow from no input
+    made: TokenCount | None = None  #: its numbers over tokens follow from no input
     pooled: Node | None = None  #: the reduction over tokens that it depends on
     largest: int | None = (
         None  #: which number, the largest of positions, is never exceeded on any rank
@@ -113,7 +113,7 @@ def first_input(node: Node) -> Node | None:
     return next((x for x in given if isinstance(x, Node)), None)
 
 
-def dims_of(node: Node, name: str, infos: dict[Node, Info], length: object) -> frozenset[int]:
+def dims_of(node: Node, name: str, infos: dict[Node, TokenInfo], length: object) -> frozenset[int]:
     """The dims of what a node yields that run over tokens."""
     out, x = tensor_of(node), first_input(node)
     if out is None or name in _FRESH:
@@ -163,7 +163,7 @@ def _moved(
 
 
 def _combined(
-    node: Node, name: str, dims: frozenset[int], shape: list, infos: dict[Node, Info], out: Tensor, length: object
+    node: Node, name: str, dims: frozenset[int], shape: list, infos: dict[Node, TokenInfo], out: Tensor, length: object
 ) -> frozenset[int]:  # fmt: skip
     """Of operations over several tensors."""
     if name == "embedding":
@@ -211,7 +211,7 @@ def joined(node: Node) -> Sequence[object]:
     return argument(node, 0, "tensors", default=())
 
 
-def from_right(node: object, infos: dict[Node, Info]) -> set[int]:
+def from_right(node: object, infos: dict[Node, TokenInfo]) -> set[int]:
     """A tensor's dims over tokens, counted from its end: -1 is the last."""
     given = tensor_of(node)
     return set() if given is None else {x - given.dim() for x in infos[node].dims}
@@ -311,7 +311,7 @@ def _divides(a: Any, b: Any) -> bool:
     return statically_true(b % a == 0)
 
 
-def _einsum(node: Node, infos: dict[Node, Info], rank: int) -> frozenset[int]:
+def _einsum(node: Node, infos: dict[Node, TokenInfo], rank: int) -> frozenset[int]:
     labels, out = einsum_labels(node)
     found = {
         label

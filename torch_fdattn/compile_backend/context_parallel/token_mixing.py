@@ -19,8 +19,8 @@ from torch_fdattn.compile_backend.context_parallel.options import ContextParalle
 from torch_fdattn.compile_backend.context_parallel.token_dims import (
     NO_DIMS,
     REDUCTIONS,
-    Info,
-    Made,
+    TokenCount,
+    TokenInfo,
     argument,
     dims_of,
     index_entries,
@@ -51,7 +51,7 @@ def sites(gm: GraphModule, context: ContextParallel) -> list[Site]:
     if call is None:
         return []
     shards = SequenceShards.from_flat(call.args[4])
-    walk = _Walk(DataFlow(gm), context, shards, tensor_of(call.args[0]).shape[2])
+    walk = _TokenWalk(DataFlow(gm), context, shards, tensor_of(call.args[0]).shape[2])
     walk.visit(gm.graph)
     reached = set(walk.flow.all_sources(gm.graph.output_node()))
     found = {cause: detail for at, cause, detail in walk.found if at in reached}
@@ -69,16 +69,16 @@ def _nodes(gm: GraphModule) -> Iterator[Node]:
         yield from module.graph.nodes if isinstance(module, GraphModule) else ()
 
 
-class _Walk:
+class _TokenWalk:
     """Over the nodes of a graph, in the order in which they run, and of the graphs that it calls."""
 
     def __init__(
         self, flow: DataFlow, context: ContextParallel, shards: SequenceShards, length: object
     ) -> None:
         self.flow, self.length, self.total = flow, length, shards.total
-        self.infos: dict[Node, Info] = {}
+        self.infos: dict[Node, TokenInfo] = {}
         #: of a call of a graph, what is known of each of its results
-        self.results: dict[Node, list[Info]] = {}
+        self.results: dict[Node, list[TokenInfo]] = {}
         #: (the node that must reach the results, its cause, what is said)
         self.found: list[tuple[Node, Node, str]] = []
         self.starts = _first_positions(shards, context)
@@ -87,20 +87,20 @@ class _Walk:
         for node in graph.nodes:
             if node.op == "output":
                 continue
-            self.infos[node] = Info()
+            self.infos[node] = TokenInfo()
             try:
                 self.infos[node] = self._info(node)
             except _UNEXPECTED:
                 continue
 
-    def _info(self, node: Node) -> Info:
+    def _info(self, node: Node) -> TokenInfo:
         if node.op == "placeholder":
             given = [self.infos[x] for x in self.flow.sources(node) if x in self.infos]
             if self.flow.caller(node) is not None:
-                return given[0] if len(given) == 1 else Info()
-            return Info(self._dims_of_input(node))
+                return given[0] if len(given) == 1 else TokenInfo()
+            return TokenInfo(self._dims_of_input(node))
         if node.op not in ("call_function", "call_method"):
-            return Info()
+            return TokenInfo()
         graphs = self.flow.called(node)
         name = operation(node)
         mixed = mixes(node, name, self.infos, bool(graphs))
@@ -109,7 +109,7 @@ class _Walk:
         if graphs:
             return self._called(node, graphs)
         if node.target is _RING:
-            return Info(frozenset([2]))
+            return TokenInfo(frozenset([2]))
         if node.target is operator.getitem and node.args[0] in self.results:
             return self.results[node.args[0]][node.args[1]]
         dims = dims_of(node, name, self.infos, self.length)
@@ -118,14 +118,14 @@ class _Walk:
             self.infos[node.args[0]] = info
         return info
 
-    def _called(self, node: Node, graphs: list[Graph]) -> Info:
+    def _called(self, node: Node, graphs: list[Graph]) -> TokenInfo:
         for graph in graphs:
             self.visit(graph)
         # Branches of torch.cond have results of the same kinds.
         given = graphs[0].output_node().args[0]
         given = given if isinstance(given, (tuple, list)) else [given]
-        self.results[node] = [self.infos.get(x, Info()) if isinstance(x, Node) else Info() for x in given]  # fmt: skip
-        return self.results[node][0] if len(given) == 1 else Info()
+        self.results[node] = [self.infos.get(x, TokenInfo()) if isinstance(x, Node) else TokenInfo() for x in given]  # fmt: skip
+        return self.results[node][0] if len(given) == 1 else TokenInfo()
 
     def _refuse(self, at: Node, cause: Node, detail: str) -> None:
         self.found.append((at, cause, detail))
@@ -145,7 +145,7 @@ class _Walk:
         expected = x.dim() - (2 if is_data else 1)
         return frozenset([expected] if expected in found else found[:1])
 
-    def _counted(self, node: Node, name: str, dims: frozenset[int]) -> Info:
+    def _counted(self, node: Node, name: str, dims: frozenset[int]) -> TokenInfo:
         """With what is known of numbers over the rank's tokens that the graph makes by itself."""
         made = self._made(node, name)
         if made is not None:
@@ -153,12 +153,12 @@ class _Walk:
         given = [x for x in node.all_input_nodes if self.infos[x].dims]
         counts = [x for x in given if self.infos[x].made is not None]
         if not counts or not dims:
-            return Info(dims)
+            return TokenInfo(dims)
         count = self.infos[counts[0]].made
         others = [x for x in given if self.infos[x].made is None]
         if not others:
             moved = _moved_start(node, name, count, counts[0])
-            return Info(dims, moved)
+            return TokenInfo(dims, moved)
         meets = name in _MEETINGS and any(_is_data(x) for x in others) and any(map(_is_data, counts))  # fmt: skip
         if meets and not self._may_begin(count.start):
             self._refuse(
@@ -166,9 +166,9 @@ class _Walk:
                 "positions that are counted from this rank's first token, which are not those of the sequence: give the "
                 "model position_ids (or what it calls them), this rank's part of all positions",
             )  # fmt: skip
-        return Info(dims)
+        return TokenInfo(dims)
 
-    def _made(self, node: Node, name: str) -> Info | None:
+    def _made(self, node: Node, name: str) -> TokenInfo | None:
         """An arange over as many as there are tokens, a module's table of at least as many cut to them, or a count of tokens."""
         out = tensor_of(node)
         if out is None or statically_true(self.length == 1):
@@ -176,11 +176,15 @@ class _Walk:
         if name == "arange" and out.dim() == 1 and statically_true(out.shape[0] == self.length):
             numbers = [x for x in node.args if not isinstance(x, Node)]
             start = numbers[0] if len(numbers) > 1 else node.kwargs.get("start", 0)
-            return Info(frozenset([0]), Made(node, start)) if isinstance(start, int) else None
+            return (
+                TokenInfo(frozenset([0]), TokenCount(node, start))
+                if isinstance(start, int)
+                else None
+            )
         if name == "cumsum" and not _is_data(node):
             dims = self.infos[node.args[0]].dims
             along = argument(node, 1, "dim")
-            return Info(dims, Made(node, 0)) if along % out.dim() in dims else None
+            return TokenInfo(dims, TokenCount(node, 0)) if along % out.dim() in dims else None
         if name == "getitem" and _is_of_module(node.args[0]) and not _is_constant(node.args[0]):
             table = tensor_of(node.args[0])
             entries = index_entries(node, table.dim())
@@ -189,14 +193,14 @@ class _Walk:
                 if dim is None or x == slice(None) or statically_true(table.shape[dim] == self.length):  # fmt: skip
                     continue
                 if statically_true(out.shape[i] == self.length) and isinstance(x.start or 0, int):
-                    return Info(frozenset([i]), Made(node, x.start or 0))
+                    return TokenInfo(frozenset([i]), TokenCount(node, x.start or 0))
         return None
 
     def _may_begin(self, start: int) -> bool:
         """Whether the rank's first token may have this position, or a smaller one (tables begin with a few other rows)."""
         return any(first is not None and start >= first for first in self.starts)
 
-    def _pooled(self, node: Node, name: str, info: Info) -> Info:
+    def _pooled(self, node: Node, name: str, info: TokenInfo) -> TokenInfo:
         """With what is known of reductions over tokens, which matter where they come back to tokens."""
         x = node.args[0] if node.args and isinstance(node.args[0], Node) else None
         if x is not None and name in REDUCTIONS and self.infos[x].dims and self.infos[x].made is None:  # fmt: skip
@@ -244,7 +248,7 @@ def _first_positions(
     return tuple(starts)
 
 
-def _moved_start(node: Node, name: str, count: Made, counted: Node) -> Made | None:
+def _moved_start(node: Node, name: str, count: TokenCount, counted: Node) -> TokenCount | None:
     """What is left of a count behind an operation with numbers or the module's tensors alone."""
     if name not in ("add", "iadd", "sub", "isub"):
         return count
