@@ -96,9 +96,11 @@ def _compiled(
     if own.require_all:
         report.check('options["require_all"] is set, and')
     if own.context_parallel and not own.dryrun:
-        report.check(
-            'with options["context_parallel"] this would attend to one rank\'s tokens alone:'
-        )
+        report.check('with options["context_parallel"] this would see one rank\'s tokens alone:')
+        if not report.sites:
+            from torch_fdattn.compile_backend.record import warn_of_no_attention
+
+            warn_of_no_attention(gm)
     compiled = lower(gm, inputs, own, mode, others)
     if report.positions and not own.dryrun:
         from torch_fdattn.compile_backend.context_parallel.positions import checking

@@ -6,15 +6,17 @@ import logging
 
 import torch
 from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
-from torch_fdattn.compile_backend.report import KEPT, Report
+from torch_fdattn.compile_backend.report import KEPT, Report, where
 
 log = logging.getLogger(__name__)
+_package_log = logging.getLogger("torch_fdattn")
 
 
 def record(report: Report) -> None:
     """Into counters, logs (TORCH_LOGS="+torch_fdattn") and tlparse's artifacts."""
-    for site in (*report, *report.matmuls):
+    for site in (*report, *report.local, *report.matmuls):
         if site.op != KEPT:  # counted below
             counters["fdattn"][f"op/{site.op}" if site.op else f"left/{site.reason}"] += 1
         log.info("%s", site)
@@ -30,3 +32,14 @@ def record(report: Report) -> None:
         metadata_fn=lambda: {"name": name, "encoding": "string"},
         payload_fn=lambda: str(report),
     )
+
+
+def warn_of_no_attention(gm: GraphModule) -> None:
+    """Of a graph over one rank's tokens that has no attention: where Dynamo left some to Python, no backend sees it."""
+    first = next((x for x in gm.graph.nodes if x.op in ("call_function", "call_method")), None)
+    if first is not None:
+        _package_log.warning(
+            'options["context_parallel"]: the graph that begins at %s has no attention. If the model has some behind a graph '
+            "break, it sees one rank's tokens alone: compile with fullgraph=True, which names the break",
+            where(first),
+        )

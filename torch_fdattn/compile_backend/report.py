@@ -36,6 +36,7 @@ REASONS = {
     "shape": "q, k and v have sizes that do not fit",
     "softmax-dim": "the softmax is not over the keys",
     "tensor-subclass": "a tensor subclass",
+    "token-mixing": "it is no attention, and mixes or counts the tokens of one rank",
     "unexpected": "a call in a form that is not known",
     "unknown-op": "a softmax between two products, and an operation beside it that no form of attention has",
     "weights-unknown": "an operation on the weights that attention does not have",
@@ -125,6 +126,8 @@ class Report:
     positions: set[str] = field(default_factory=set)
     #: those whose chunks or prefixes are counted in each document, where there are documents
     document_positions: set[str] = field(default_factory=set)
+    #: with context_parallel, what is no attention, and sees one rank's tokens alone
+    local: list[Site] = field(default_factory=list)
 
     @property
     def rewritten(self) -> list[Site]:
@@ -145,8 +148,8 @@ class Report:
         return [site.reason for site in self.left]
 
     def check(self, why: str) -> None:
-        """Raises `UnsupportedAttention` where any attention is left."""
-        if self.left:
+        """Raises `UnsupportedAttention` where any attention is left, or other work on one rank's tokens."""
+        if self.left or self.local:
             raise UnsupportedAttention(f"{why} {self}")
 
     def __iter__(self) -> Iterator[Site]:
@@ -172,7 +175,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        lines = [self.head, *(f"  {site}" for site in self.sites)]
+        lines = [self.head, *(f"  {site}" for site in (*self.local, *self.sites))]
         if self.matmuls:
             done = sum(site.op is not None for site in self.matmuls)
             lines.append(f"{done} of {len(self.matmuls)} collectives with matmuls rewritten")
@@ -187,6 +190,7 @@ def joined(reports: Iterable[Report]) -> Report:
         sum(report.graphs for report in reports),
         [site for report in reports for site in report.matmuls],
         sum((report.fdattn_calls for report in reports), Counter()),
+        local=[site for report in reports for site in report.local],
     )
 
 

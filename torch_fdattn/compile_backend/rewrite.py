@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from torch_fdattn.compile_backend import torch_sdpa
 from torch_fdattn.compile_backend.choose import choose
-from torch_fdattn.compile_backend.context_parallel import fdattn_calls
+from torch_fdattn.compile_backend.context_parallel import fdattn_calls, token_mixing
 from torch_fdattn.compile_backend.context_parallel.local_masks import over_all_tokens
 from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
 from torch_fdattn.compile_backend.context_parallel.ring import over_ranks
@@ -64,6 +64,8 @@ def rewrite(
         for module in graphs.values():
             module.graph.lint()
             module.recompile()
+    if context is not None and not dryrun:
+        report.local = token_mixing.sites(gm, context)
     return report
 
 

@@ -33,6 +33,10 @@ class DataFlow:
         """The node that calls the graph in which a node stands; None of the outermost one."""
         return self._callers.get(node.graph)
 
+    def called(self, node: Node) -> list[Graph]:
+        """The graphs that a node calls."""
+        return self._called.get(node, [])
+
     def is_written(self, node: Node, until: Node) -> bool:
         """Whether what a node yields may be written into before another node of its graph, by a graph that is called, too."""
         watched, each = storages([node]), node
