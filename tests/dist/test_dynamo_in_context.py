@@ -51,14 +51,15 @@ def by_kernel(x):
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[0]
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
+WAYS = by_sdpa, by_op, by_method, by_function, by_bmm, by_kernel
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    "attend", [by_sdpa, by_op, after_a_graph_break, by_method, by_function, by_bmm, by_kernel]
+    ("attend", "fullgraph"),
+    [(after_a_graph_break, False), *((x, whole) for x in WAYS for whole in (False, True))],
 )
 def test_attention_is_refused(group, rank_device, attend, fullgraph, dynamic) -> None:
-    if fullgraph and attend is after_a_graph_break:
-        pytest.skip("has a graph break")
     x = torch.randn(1, 2, LENGTH, 16, device=rank_device)
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="eager", fullgraph=fullgraph, dynamic=dynamic)

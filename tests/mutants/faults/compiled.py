@@ -5,8 +5,10 @@ from __future__ import annotations
 from tests.mutants.faults.fault import Fault
 from tests.mutants.faults.runs import (
     CHECKPOINTS_OVER_RANKS,
+    CONTEXTS_OF_BACKWARDS,
     DIFFERENT_RANKS,
     LOCAL_ATTENTION,
+    TOKEN_MIXING,
     TORCH_SDPA,
     WRITTEN_FORMS,
 )
@@ -54,5 +56,29 @@ FAULTS = (
     Fault(
         "attention with a sink that is written out, of local tokens", f"{_DIST}/ring_attention/local_attention.py",
         "keys in (tokens, tokens + 1)", "keys == tokens", LOCAL_ATTENTION,
+    ),
+    Fault(
+        "three-dimensional scores of local tokens", f"{_DIST}/ring_attention/local_attention.py",
+        "scores.dim() >= 3:", "scores.dim() >= 4:", LOCAL_ATTENTION,
+    ),
+    Fault(
+        "a checkpoint recomputed outside of its context", f"{_DIST}/ring_attention/checkpoints.py",
+        "if seen != self.contexts:", "if len(seen) > len(self.contexts):", CONTEXTS_OF_BACKWARDS,
+    ),
+    Fault(
+        "a convolution over local tokens", f"{_BACKEND}/context_parallel/mixing_operations.py",
+        "kernel[x - first] != 1", "kernel[x - first] < 1", TOKEN_MIXING,
+    ),
+    Fault(
+        "a scan over local tokens", f"{_BACKEND}/context_parallel/mixing_operations.py",
+        "if numbers(given, rank) & dims", "if numbers(given, rank) == dims and len(dims) > 1", TOKEN_MIXING,
+    ),
+    Fault(
+        "a mean over local tokens that comes back to them", f"{_BACKEND}/context_parallel/token_mixing.py",
+        "        if info.dims:\n            self._refuse(", "        if False:\n            self._refuse(", TOKEN_MIXING,
+    ),
+    Fault(
+        "positions counted from a rank's first token", f"{_BACKEND}/context_parallel/token_mixing.py",
+        "meets and not self._may_begin(count.start)", "meets and False", TOKEN_MIXING,
     ),
 )  # fmt: skip

@@ -162,6 +162,10 @@ DIFFERENT_RANKS = Tests(
     ranks=2,
 )
 LOCAL_ATTENTION = Tests("local attention", ("tests/dist/test_local_attention.py",), ranks=2)
+TOKEN_MIXING = Tests("token mixing", ("tests/compile_backend/test_token_mixing.py",))
+CONTEXTS_OF_BACKWARDS = Tests(
+    "reentrant checkpoints", ("tests/dist/test_reentrant_checkpoints.py",), ranks=2
+)
 SURVIVORS = Tests("lost ranks", ("tests/test_faults.py",))
 MATMULS = Tests(
     "tensor-parallel matmuls",
