@@ -18,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -29,6 +28,7 @@ from torch.distributed import distributed_c10d
 
 import torch_fdattn
 from tests import fast_interpreter
+from tests.lost_ranks import STARTED_S, ranks_without_error
 from torch_fdattn.dist import (
     PeerTimeout,
     ShardMap,
@@ -47,7 +47,6 @@ WORLD, LOST = int(os.environ.get("FDATTN_FAULT_RANKS", "3")), 1
 LIMIT_S = 0.8
 #: Beyond the limit, on a machine that does other things as well.
 SLACK_S = 4.0
-STARTED_S = 240.0
 KEYS, BLOCK = 18, 3
 
 
@@ -207,20 +206,6 @@ def run(rank: int, fault: str, strategies: list[str], folder: str) -> None:
     dist.destroy_process_group()
 
 
-def fork(rank: int, *arguments) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        run(rank, *arguments)
-        print(f"rank {rank}: as it should", flush=True)
-        code = 0
-    except BaseException:
-        print(f"rank {rank}: {traceback.format_exc()}", flush=True)
-    os._exit(code)  # past the teardown of backends, of which a dead peer is no friend
-
-
 def whole_call() -> tuple[torch.Tensor, ...]:
     """(q, k, v, lens, out, lse) of one process; one KV head: fewer programs to interpret."""
     torch.manual_seed(0)
@@ -236,22 +221,8 @@ LINEAR = torch.randn(WORLD * (WORLD - 1), 16), torch.randn(6, 16)
 
 
 def main(fault: str, strategies: str, folder: str) -> int:
-    pids = [fork(rank, fault, strategies.split(","), folder) for rank in range(WORLD)]
-    expected = [rank for rank in range(WORLD) if rank != LOST or fault == "late"]
-    waiting, codes = set(expected), {}
-    end = time.monotonic() + STARTED_S
-    while waiting and time.monotonic() < end:
-        for rank in sorted(waiting):
-            pid, status = os.waitpid(pids[rank], os.WNOHANG)
-            if pid:
-                codes[rank] = os.waitstatus_to_exitcode(status)
-                waiting.remove(rank)
-        time.sleep(0.02)
-    for rank in waiting | (set(range(WORLD)) - set(expected)):
-        os.kill(pids[rank], signal.SIGKILL)  # ends a halted process, too
-        os.waitpid(pids[rank], 0)
-    print(f"exit codes {codes}, ranks without an end: {sorted(waiting)}", flush=True)
-    return int(codes != dict.fromkeys(expected, 0))
+    lost = set() if fault == "late" else {LOST}
+    return int(not ranks_without_error(run, (fault, strategies.split(","), folder), WORLD, lost))
 
 
 if __name__ == "__main__":

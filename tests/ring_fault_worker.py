@@ -13,20 +13,19 @@ import os
 import signal
 import sys
 import time
-import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from tests.lost_ranks import STARTED_S, ranks_without_error
 from torch_fdattn.dist import SequenceShards, ring_attention
 
 LOST = 1
 LIMIT_S = 3.0
 #: Beyond the limit, on a machine that does other things as well: a call has several collectives.
 SLACK_S = 10.0
-STARTED_S = 120.0
 
 
 def run(rank: int, fault: str, strategy: str, ranks: int, folder: str) -> None:
@@ -57,36 +56,8 @@ def run(rank: int, fault: str, strategy: str, ranks: int, folder: str) -> None:
     raise AssertionError("no exception")
 
 
-def fork(rank: int, *arguments) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        run(rank, *arguments)
-        code = 0
-    except BaseException:
-        print(f"rank {rank}: {traceback.format_exc()}", flush=True)
-    os._exit(code)  # past the teardown of gloo, which would wait for the lost rank
-
-
 def main(fault: str, strategy: str, ranks: int, folder: str) -> int:
-    pids = [fork(rank, fault, strategy, ranks, folder) for rank in range(ranks)]
-    waiting = {rank for rank in range(ranks) if rank != LOST}
-    codes = {}
-    end = time.monotonic() + STARTED_S
-    while waiting and time.monotonic() < end:
-        for rank in sorted(waiting):
-            pid, status = os.waitpid(pids[rank], os.WNOHANG)
-            if pid:
-                codes[rank] = os.waitstatus_to_exitcode(status)
-                waiting.remove(rank)
-        time.sleep(0.02)
-    for rank in {LOST, *waiting}:
-        os.kill(pids[rank], signal.SIGKILL)  # ends a halted process, too
-        os.waitpid(pids[rank], 0)
-    print(f"exit codes {codes}, ranks without an end: {sorted(waiting)}", flush=True)
-    return int(bool(waiting) or any(codes.values()))
+    return int(not ranks_without_error(run, (fault, strategy, ranks, folder), ranks, {LOST}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def lose_a_rank(fault: str, strategy: str, ranks: int, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(WORKER), fault, strategy, str(ranks), str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=200, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(" after ") == ranks - 1, done.stdout
