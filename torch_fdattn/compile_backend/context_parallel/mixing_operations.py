@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.context_parallel.token_dims import (
+    MATMULS,
     TokenInfo,
     argument,
     einsum_labels,
@@ -34,7 +35,6 @@ _CONVOLUTIONS = {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2
 _OVER_PLACES = re.compile(r"(avg|max|lp)_pool|interpolate|upsample|group_norm|instance_norm")
 _LOOPS = {"associative_scan", "scan", "while_loop"}
 _RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
-_PRODUCTS = {"matmul", "bmm", "mm", "mv", "addmm", "baddbmm", "imatmul"}
 _OURS = ("aten", "prims", "fdattn", "_c10d_functional", "c10d_functional", "c10d")
 #: What others' operators that mix tokens are called.
 _MIXING_NAMES = re.compile(r"conv|scan|mamba|ssm|ssd|delta_rule|delta_net|retention|wkv|linear_att|lightning|gla_|hyena")  # fmt: skip
@@ -50,7 +50,7 @@ def mixes(node: Node, name: str, infos: dict[Node, TokenInfo], calls_graphs: boo
         called = str(node.target)
         over = _MIXING_NAMES.search(called.lower()) and _any_tokens(node.all_input_nodes, infos)
         return f"the operator {called}, by its name no operation token by token," if over else ""
-    if name in _PRODUCTS:
+    if name in MATMULS:
         left, right = (from_right(x, infos) for x in factors(node, name))
         summed = -2 if tensor_of(factors(node, name)[1]).dim() > 1 else -1
         # A matrix among the inputs is a weight that happens to have as many rows.
@@ -60,6 +60,8 @@ def mixes(node: Node, name: str, infos: dict[Node, TokenInfo], calls_graphs: boo
         return "a product that sums over tokens" if -1 in left or summed_right else ""
     if name == "einsum":
         return _einsum(node, infos)
+    if name in ("inner", "tensordot"):
+        return _tensordot(node, name, infos)
     x = first_input(node)
     if name == "cat":
         return _cat(node, infos)
@@ -118,6 +120,19 @@ def _einsum(node: Node, infos: dict[Node, TokenInfo]) -> str:
     operands, out = einsum_labels(node)
     summed = {own[dim] for x, own in operands for dim in infos[x].dims if own[dim] not in out}
     return "a product (einsum) that sums over tokens" if summed else ""
+
+
+def _tensordot(node: Node, name: str, infos: dict[Node, TokenInfo]) -> str:
+    """Of the last dims of the left factor and the first of the right one, or of those named; `inner`: of both last ones."""
+    left, right = factors(node, name)
+    dims = argument(node, 2, "dims", default=2) if name == "tensordot" else ([-1], [-1])
+    if isinstance(dims, int):
+        dims = range(-dims, 0), range(dims)
+    over = any(
+        numbers(list(own), tensor_of(x).dim()) & infos[x].dims
+        for x, own in zip((left, right), dims, strict=True)
+    )
+    return f"a product ({name}) that sums over tokens" if over else ""
 
 
 def _any_tokens(nodes: Iterable[Node], infos: dict[Node, TokenInfo]) -> bool:

@@ -20,7 +20,7 @@ NO_DIMS: frozenset[int] = frozenset()
 _TORCH = ("torch", "_operator", "builtins", "math", "aten", "prims")
 _SPELLINGS = {"moveaxis": "movedim", "reshape_as": "reshape", "view_as": "reshape", "t": "mT", "T": "mT", "mH": "mT", "H": "mT"}  # fmt: skip
 _RESHAPES = {"reshape", "view", "flatten", "unflatten", "ravel"}
-_MATMULS = {"matmul", "bmm", "mm", "mv", "addmm", "baddbmm", "imatmul"}
+MATMULS = {"matmul", "bmm", "mm", "mv", "addmm", "baddbmm", "imatmul"}
 REDUCTIONS = {
     "amax", "amin", "argmax", "argmin", "logsumexp", "max", "mean", "median", "min", "nanmean", "nansum", "norm", "prod", "std",
     "std_mean", "sum", "var", "var_mean", "vector_norm",
@@ -174,7 +174,7 @@ def _combined(
     if name == "gather":
         index = argument(node, 2, "index")
         return infos[index].dims if isinstance(index, Node) else NO_DIMS
-    if name in _MATMULS:
+    if name in MATMULS:
         left, right = factors(node, name)
         rows = from_right(left, infos) - {-1}
         if tensor_of(right).dim() == 1:  # the last dim goes
@@ -200,9 +200,9 @@ def _combined(
 def factors(node: Node, name: str) -> tuple[object, object]:
     """What a matrix product multiplies."""
     first = 1 if name in ("addmm", "baddbmm") else 0
-    names = ("mat1", "batch1") if first else ("input",)
+    names = ("mat1", "batch1") if first else ("input", "a")
     return argument(node, first, *names), argument(
-        node, first + 1, "mat2", "batch2", "other", "tensor2", "vec"
+        node, first + 1, "mat2", "batch2", "other", "tensor2", "vec", "b"
     )
 
 
