@@ -32,7 +32,7 @@ def load(slots, q_blocks, k_blocks, v_blocks, call, page_table, table_stride, ta
         following = _corners(table, table_step, tile, tile.end - 1, k_blocks, call, True)
         for i in range(count):
             here = following
-            # Entries of a page table take as long to come as half of a step.
+            # Ahead: entries of a page table take long to come.
             following = _corners(table, table_step, tile, tile.end - 2 - i, k_blocks, call, i + 1 < count)  # fmt: skip
             _load_keys(slots, k_blocks, here, COPIES, step)
             if step > 0:

@@ -1,6 +1,6 @@
 """The scheduling warp of Hopper's forward: it finds out what the next tile of a program is, while the others work on one.
 
-A number from the counter, and of packed sequences a search in their first tokens, which take as long as a block of keys.
+It takes a number from the counter, and searches the first tokens of packed sequences: the loading warp would come late meanwhile.
 """
 
 from __future__ import annotations
