@@ -18,6 +18,7 @@ from benchmarks.registry import BENCHMARKS
 from benchmarks.report import bars
 from benchmarks.report.tables import is_ours
 from benchmarks.results import RESULTS_DIR, Results
+from tests.interpreting import needs_interpreter
 
 #: What runs do, by their commands, in place of torchrun's.
 PROGRAMS = {
@@ -109,6 +110,7 @@ def test_no_rank_outlives_its_run(monkeypatch, tmp_path) -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
+@needs_interpreter
 @pytest.mark.slow
 def test_two_cpu_processes(tmp_path) -> None:
     """All runs, tiny; each leaves its results file."""

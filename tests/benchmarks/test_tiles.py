@@ -20,7 +20,7 @@ def test_each_combination_is_an_implementation(kernel_device, tmp_path, capsys) 
     tiles = ("--block-n", "32,64", "--block-m", "64")
     assert attention(*tiles, "--device", kernel_device, "--json", str(path)) == 0
     results = Results.load(path)
-    names = {row.impl for row in results.rows}
+    names = {row.impl for row in results.rows} - {"matmul"}  # measured beside them on a GPU
     assert names == {"fdattn", "fdattn/m64n32", "fdattn/m64n64"}
     errors = {row.value for row in results.rows if row.metric == "max_abs_err"}
     assert all(0 < error < 1e-2 for error in errors)
