@@ -50,7 +50,12 @@ def arguments(folder: Path, *options: str) -> list[str]:
 async def url_in(log: Path) -> str:
     """Of a server that is starting."""
     pattern = re.compile(r"http://[\d.]+:\d+")
-    await until(lambda: log.exists() and pattern.search(log.read_text()), START_SECONDS)
+    try:
+        await until(lambda: log.exists() and pattern.search(log.read_text()), START_SECONDS)
+    except TimeoutError:
+        pytest.fail(
+            f"no server within {START_SECONDS} s: {log.read_text() if log.exists() else ''}"
+        )
     return pattern.search(log.read_text())[0]
 
 

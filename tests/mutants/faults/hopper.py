@@ -13,6 +13,7 @@ from tests.mutants.faults.runs import (
     HOPPER_PAGES_ON_GPU,
     HOPPER_SLOPES_ON_GPU,
     HOPPER_TILES,
+    HOPPER_WAITING_FOR_MEMORY,
 )
 
 _FORWARD = "torch_fdattn/ops/attention/hopper"
@@ -20,7 +21,7 @@ _BACKWARD = f"{_FORWARD}/backward"
 _OF_FORWARD = (
     Fault(
         "products with values that have not landed", f"{_FORWARD}/kernel.py",
-        "changes.BIAS_FIRST)\n    slots.wait_for_values(step)", "changes.BIAS_FIRST)", HOPPER_FORWARD_ON_GPU,
+        "changes.BIAS_FIRST)\n    slots.wait_for_values(step)", "changes.BIAS_FIRST)", HOPPER_WAITING_FOR_MEMORY,
     ),
     Fault(
         "values beyond a length left as they are", f"{_FORWARD}/kernel.py",

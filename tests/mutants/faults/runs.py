@@ -33,6 +33,12 @@ HOPPER_FORWARD_ON_GPU = Tests(
     keyword="test_against_the_oracle or test_lengths_beyond_which_is_nan",
     needs_sm_90=True,
 )
+HOPPER_WAITING_FOR_MEMORY = Tests(
+    "Hopper's forward where memory is slow, on a GPU",
+    (f"{_OPS}/attention/test_hopper.py",),
+    keyword="test_values_that_come_later",
+    needs_sm_90=True,
+)
 HOPPER_PAGES_ON_GPU = Tests(
     "Hopper's forward over pages on a GPU",
     (f"{_OPS}/attention/test_hopper.py",),

@@ -70,6 +70,14 @@ def test_against_the_oracle(queries, keys, head_dim, causal, dtype):
     check(q, k, v, Mask(window_right=0 if causal else -1))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_values_that_come_later_than_products_need_them(head_dim):
+    """A tile for each SM, each with keys and values of its own that no cache holds: memory is what all of them wait for."""
+    q = normal(66, 2, 128, head_dim)
+    k, v = (normal(66, 2, 4096, head_dim) for _ in range(2))
+    check(q, k, v)
+
+
 @pytest.mark.parametrize("head_dim", [40, 72, 96, 192, 248])
 @pytest.mark.parametrize("causal", [False, True])
 def test_other_head_dims(causal, head_dim):
