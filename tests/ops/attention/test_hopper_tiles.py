@@ -82,12 +82,15 @@ class Tile(NamedTuple):
     batch: int
     has_sink: int
     head: int
+    pair: int
     queries: Span
     keys: Span
     row: int
     offset: int
     begin: int
     end: int
+
+    of_group = tiles.Tile.of_group.fn
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +103,7 @@ def plain_python(monkeypatch):
         (sequences, dict(gl=plain, Span=Span, _begin=sequences._begin.fn)),
         (kernel, dict(gl=plain, ROWS=ROWS)),
         (tiles, dict(
-            gl=plain, Span=Span, Tile=Tile, _FAR=FAR, span=sequences.span.fn, begun_before=sequences.begun_before.fn,
+            gl=plain, Span=Span, Tile=Tile, ROWS=ROWS, _FAR=FAR, span=sequences.span.fn, begun_before=sequences.begun_before.fn,
             position_at=tiles.position_at.fn,
         )),
     ):  # fmt: skip
@@ -125,10 +128,12 @@ def call_of(source: random.Random, q_len: int, capacity: int, count: int, **of_p
         q_start = [source.choice((0, source.randint(-300, 900), 1 << 40, -(1 << 40))) for _ in range(count)]  # fmt: skip
     if source.random() < 0.4:
         kv_start = [source.choice((0, source.randint(-100, 100), -(1 << 40))) for _ in range(count)]
+    heads, group = source.choice(((1, 1), (2, 1), (3, 1), (3, 3), (2, 2), (4, 2), (8, 4), (6, 6)))
+    pairs = group % 2 == 0 and (q_len <= ROWS or of_packed["cu_seqlens_q"] is not None)
     given = dict(kv_lens=kv_lens, q_start=q_start, kv_start=kv_start, **of_packed)
     return Call(
         **{name: None if x is None else Pointer(x) for name, x in given.items()}, q_len=Number(q_len), capacity=Number(capacity),
-        sequences=Number(count), heads=Number(source.choice((1, 2, 3))), group=Number(1), section=Number(source.randint(1, 5)),
+        sequences=Number(count), heads=Number(heads), group=Number(group), pairs=Number(pairs), section=Number(source.randint(1, 5)),
         left=Number(left), right=Number(right), HAS_LEFT=left >= 0, HAS_RIGHT=right >= 0, ROWS=2 * ROWS,
         KEYS=source.choice((64, 128)),
     )  # fmt: skip
@@ -176,14 +181,16 @@ def tiles_of(call: Call) -> list[Tile]:
 
 
 @pytest.mark.parametrize("seed", range(240))
-def test_each_row_is_of_one_tile(seed):
+def test_each_row_is_of_one_warp_group_of_a_tile(seed):
     """Tokens of no sequence, too, which see no key."""
     call, queries, _ = drawn(seed)
-    rows = [
-        (x.head, x.batch, x.queries.first + row)
-        for x in tiles_of(call)
-        for row in range(x.row, min(x.row + call.ROWS, x.queries.length))
-    ]
+    rows = []
+    for tile in tiles_of(call):
+        both = [tile.of_group(group) for group in range(2)]
+        assert both[0].head // call.group == both[1].head // call.group
+        for x in both:
+            own = range(x.row, min(x.row + ROWS, x.queries.length))
+            rows += [(x.head, x.batch, x.queries.first + row) for row in own]
     batches = 1 if call.cu_seqlens_q else len(queries)
     assert sorted(rows) == list(itertools.product(range(call.heads), range(batches), range(call.q_len)))  # fmt: skip
 
@@ -203,8 +210,21 @@ def test_blocks_have_all_keys_that_are_seen_and_hide_all_others(seed):
         assert all(tile.begin <= block < tile.end for block in seen.tolist())
         for row in range(tile.row, min(tile.row + call.ROWS, tile.queries.length), ROWS):
             own = mask[row : row + ROWS]
-            begin, end = kernel._seen_by_all.fn(tile, Number(row), call)
+            begin, end = kernel._seen_by_all.fn(tile._replace(row=Number(row)), call)
             for block in range(max(begin, tile.begin), min(end, tile.end)):
                 unhidden = own[:, block * call.KEYS : (block + 1) * call.KEYS]
                 assert unhidden.shape[1] == call.KEYS
                 assert unhidden.all()
+
+
+def test_few_queries_of_two_heads_are_one_tile():
+    counted = 0
+    for seed in range(240):
+        call, queries, _ = drawn(seed)
+        found = [x for x in tiles_of(call) if x.has_sink]
+        for sequence, count in enumerate(queries):
+            heads = call.heads // 2 if call.pairs and count <= ROWS else call.heads
+            counted += count > 0 and heads < call.heads
+            own = [x for x in found if x.sequence == sequence]
+            assert len(own) == heads * -(-count // call.ROWS)
+    assert counted > 50

@@ -47,12 +47,12 @@ _ONE_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit(do_not_specialize=[
-    "q_len", "capacity", "sequences", "heads", "group", "section", "left", "right",
+    "q_len", "capacity", "sequences", "heads", "group", "pairs", "section", "left", "right",
     "slope_of_sequence", "slope_of_head", "sink_of_head", "table_stride", "table_step",
 ])  # fmt: skip
 def attention_forward_kernel(
     q_blocks, k_blocks, v_blocks, out_blocks, out, lse, counter, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k,
-    q_len, capacity, sequences, heads, group, section, left, right,
+    q_len, capacity, sequences, heads, group, pairs, section, left, right,
     scale, q_scales, k_scales, v_scales,
     softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head,
     page_table, table_stride, table_step,
@@ -60,7 +60,7 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_blocks.block_type.shape[3]
-    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, pairs, section, left, right,
                 HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
     changes = TileScores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head, BIAS_FIRST)  # fmt: skip
     Q_SLOTS: gl.constexpr = GROUPS if PARTS * D > 128 else 2 * GROUPS
@@ -86,7 +86,7 @@ def _multiply(
     slots, outs, out_blocks, out, lse, call, changes,
     RAGGED: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Of a warp group: 64 rows of each tile.
+    """Of a warp group: 64 rows of each tile, next to each other or of two heads.
 
     The first scores of a tile are issued before the results of the tile before are written.
     """
@@ -99,7 +99,7 @@ def _multiply(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, SUMMED])
     turn = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    tile = _next_tile(slots, turn)
+    tile = _next_tile(slots, turn, GROUP)
     own = own_place(GROUP, turn, SLOTS_OF_GROUP)
     q = _queries(slots, own, tile.end > 0, SCORES, Q_IN_REGISTERS)
     slots.has_keys.wait_full(place_of(step, SLOTS), tile.end > 0)
@@ -108,7 +108,7 @@ def _multiply(
         missing = slots.missing_of(step, _ONE_OF_GROUP)
         slots.has_keys.release(place_of(step, SLOTS))
         scale = changes.scale_of(tile, call)
-        acc, p, top, sums = _attend(q, scores, missing, tile, step, slots, call, changes, scale, SCORES, OUT, RAGGED, GROUP)  # fmt: skip
+        acc, p, top, sums = _attend(q, scores, missing, tile, step, slots, call, changes, scale, SCORES, OUT, RAGGED)  # fmt: skip
 
         # A step of two tiles: PV of this one's last block, and QK of the next one's first.
         step += tile.end - tile.begin
@@ -116,7 +116,6 @@ def _multiply(
         place = place_of(turn, SLOTS)
         slots.has_tile.wait_full(place)
         more = read_end(slots.tiles, place.slot, _ONE_OF_GROUP) > 0
-        row = tile.row + GROUP * ROWS
         slots.has_keys.wait_full(place_of(step, SLOTS), more | slots.TOGETHER)
         slots.wait_for_values(step)
         acc = _add_values(p, slots, step, acc)
@@ -128,28 +127,28 @@ def _multiply(
             scores = _scores(q, slots, step, SCORES)
             acc = _wait_for(PARTS, p, acc)
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, scale, outs, GROUP * PARTS, out_blocks, out, lse, call, changes, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, scale, outs, GROUP * PARTS, out_blocks, out, lse, call, changes, SCORES)  # fmt: skip
         else:  # where results take the queries' place
             acc = _wait_for(0, p, acc)
             slots.release_values(step)
-            _finish(acc, top, sums, tile, row, scale, outs, GROUP * PARTS, out_blocks, out, lse, call, changes, SCORES)  # fmt: skip
+            _finish(acc, top, sums, tile, scale, outs, GROUP * PARTS, out_blocks, out, lse, call, changes, SCORES)  # fmt: skip
             tma.store_wait(0)
             slots.has_queries.release(own)
             q = _queries(slots, following_own, more, SCORES, Q_IN_REGISTERS)
             scores = _scores(q, slots, step, SCORES)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         own = following_own
-        tile = _next_tile(slots, turn)
+        tile = _next_tile(slots, turn, GROUP)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _next_tile(slots, turn):
+def _next_tile(slots, turn, GROUP: gl.constexpr):
     place = place_of(turn, SLOTS)
     slots.has_tile.wait_full(place)
     tile = read_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
     slots.has_tile.release(place)
-    return tile
+    return tile.of_group(GROUP)
 
 
 @gluon.jit
@@ -172,7 +171,7 @@ def _queries(slots, own, needed, SCORES: gl.constexpr, Q_IN_REGISTERS: gl.conste
 @gluon.jit
 def _attend(
     q, scores, missing, tile, step, slots, call, changes, scale, SCORES: gl.constexpr, OUT: gl.constexpr,
-    RAGGED: gl.constexpr, GROUP: gl.constexpr,
+    RAGGED: gl.constexpr,
 ):  # fmt: skip
     """All of a tile but PV of its last block: its blocks of keys from right to left.
 
@@ -183,10 +182,9 @@ def _attend(
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     unit = changes.unit(scale)
     slope = changes.slope_of(tile.sequence, tile.head, unit)
-    row = tile.row + GROUP * ROWS
-    scores = changes.change(scores, scale, slope, row + tile.offset, (tile.end - 1) * KEYS)
+    scores = changes.change(scores, scale, slope, tile.row + tile.offset, (tile.end - 1) * KEYS)
     if call.HAS_LEFT or call.HAS_RIGHT or RAGGED:
-        scores = hide(scores, tile, row, tile.end - 1, missing, call, slots.PAGE, SCORES)
+        scores = hide(scores, tile, tile.end - 1, missing, call, slots.PAGE, SCORES)
     top = row_max(scores, KEYS, EACH_ROW)
     subtracted = _finite(top) * unit - changes.LOG2_OF_LARGEST
     weights = gl.exp2(scores * unit - as_column(subtracted, scores))
@@ -205,12 +203,12 @@ def _attend(
             slots.has_values.wait_full(slots.place_of_values(step + 1))
             for part in gl.static_range(slots.PARTS):
                 keep_first(slots.values_of(step + 1, part), inside)
-    seen_from, seen_to = _seen_by_all(tile, row, call)
+    seen_from, seen_to = _seen_by_all(tile, call)
     for i in range(1, count):
         block = tile.end - 1 - i
         hidden = (block < seen_from) | (block >= seen_to)
         acc, p, top, sums = _step(
-            acc, p, top, sums, step + i, block, hidden, tile, row, q, slots, call, changes, scale, unit, slope, SCORES, OUT
+            acc, p, top, sums, step + i, block, hidden, tile, q, slots, call, changes, scale, unit, slope, SCORES, OUT
         )  # fmt: skip
     return acc, p, top, sums
 
@@ -267,22 +265,22 @@ def _finite(top):
 
 
 @gluon.jit
-def _seen_by_all(tile, row, call):
+def _seen_by_all(tile, call):
     """(begin, end) of the blocks of whose keys each row of the warp group sees all."""
     begin = tile.begin
     if call.HAS_LEFT:
         begin = (
-            gl.maximum(row + ROWS - 1 + tile.offset - call.left, 0) + call.KEYS - 1
+            gl.maximum(tile.row + ROWS - 1 + tile.offset - call.left, 0) + call.KEYS - 1
         ) // call.KEYS
     end = tile.keys.length // call.KEYS
     if call.HAS_RIGHT:
-        end = gl.minimum(end, gl.maximum(row + tile.offset + call.right + 1, 0) // call.KEYS)
+        end = gl.minimum(end, gl.maximum(tile.row + tile.offset + call.right + 1, 0) // call.KEYS)
     return begin, end
 
 
 @gluon.jit
 def _step(
-    acc, p, top, sums, step, block, hidden, tile, row, q, slots, call, changes, scale, unit, slope,
+    acc, p, top, sums, step, block, hidden, tile, q, slots, call, changes, scale, unit, slope,
     SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """QK of a block of keys, which have landed, beside PV of the block at its right.
@@ -291,7 +289,7 @@ def _step(
     """
     KEYS: gl.constexpr = call.KEYS
     EACH_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    position = row + tile.offset
+    position = tile.row + tile.offset
     start = changes.start(slope, position, block * KEYS, KEYS, SCORES)
     scores = _add_scores(q, slots, step, start, changes.BIAS_FIRST)
     slots.wait_for_values(step)
@@ -303,7 +301,7 @@ def _step(
     slots.release_keys(step)
     scores = changes.changed(scores, scale, slope, position, block * KEYS)
     if (call.HAS_LEFT or call.HAS_RIGHT or slots.PAGE > 0) and (hidden | (missing != 0)):
-        scores = hide(scores, tile, row, block, missing, call, slots.PAGE, SCORES)
+        scores = hide(scores, tile, block, missing, call, slots.PAGE, SCORES)
     new_top = gl.maximum(top, row_max(scores, KEYS, EACH_ROW))
     highest = _finite(new_top) * unit
     shrink = gl.exp2(top * unit - highest)
@@ -337,7 +335,7 @@ def _scaled(acc, factor):
 
 @gluon.jit
 def _finish(
-    acc, top, sums, tile, row, scale, outs, FIRST_OUT: gl.constexpr, out_blocks, out, lse, call, changes,
+    acc, top, sums, tile, scale, outs, FIRST_OUT: gl.constexpr, out_blocks, out, lse, call, changes,
     SCORES: gl.constexpr,
 ):  # fmt: skip
     """Writes the rows' out and lse."""
@@ -346,12 +344,12 @@ def _finish(
     total = gl.convert_layout(gl.sum(sums, 1), EACH_ROW, assert_trivial=True)
     inverse, row_lse = changes.finish(top, total, tile, call, scale)
     results = _scaled(acc, inverse)
-    first = tile.queries.first + row
-    rows = row + gl.arange(0, ROWS, layout=EACH_ROW)
+    first = tile.queries.first + tile.row
+    rows = tile.row + gl.arange(0, ROWS, layout=EACH_ROW)
     seen = rows < tile.queries.length
     # float32 has no buffer, and of packed sequences a block's copy would end in the next one.
     DIRECT: gl.constexpr = out_blocks.dtype == gl.float32
-    if DIRECT or (call.cu_seqlens_q is not None and row + ROWS > tile.queries.length):
+    if DIRECT or (call.cu_seqlens_q is not None and tile.row + ROWS > tile.queries.length):
         for part in gl.static_range(len(acc)):
             found = results[part].to(out_blocks.dtype)
             store_rows(found, out, out_blocks, tile.batch, tile.head, first, part * D, seen)

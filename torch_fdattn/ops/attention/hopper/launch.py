@@ -124,6 +124,8 @@ def forward_launch(
         and not scores.softcap
         and scales is None
     )
+    # Of packed sequences the device knows which have so few queries.
+    pairs = heads // kv_heads % 2 == 0 and (packed is not None or q_len <= ROWS.value)
     blocks, sequences, begins = cdiv(q_len, tile_rows) * batch, batch, (None, None)
     if packed is not None:
         blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
@@ -138,7 +140,7 @@ def forward_launch(
     return Launch(
         attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
         described(q, own), described(k, block), described(v, block if scales is None else columns), described(out, own),
-        out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads,
+        out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads, int(pairs),
         section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),
         mask.window_left, mask.window_right,
         options.scale, *(scales or (None, None, None)), scores.softcap or None,

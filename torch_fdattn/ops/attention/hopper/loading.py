@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_fdattn.ops.attention.hopper.pipeline import place_of
-from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.slots import GROUPS, SLOTS, own_place
 from torch_fdattn.ops.attention.hopper.tiles import read_tile
 
@@ -159,6 +158,6 @@ def _load_queries(slots, q_blocks, tile, turn):
         place = own_place(i, turn, slots.Q_SLOTS // GROUPS)
         slots.has_queries.wait_empty(place)
         slots.has_queries.expect(place, slots.PARTS * q_blocks.block_type.nbytes)
-        first = tile.queries.first + tile.row + i * ROWS
-        corners = (tile.batch,), tile.head, first
+        own = tile.of_group(i)
+        corners = (own.batch,), own.head, own.queries.first + own.row
         _fill(slots.has_queries, q_blocks, corners, slots.q, place.slot, place, slots.PARTS, False)

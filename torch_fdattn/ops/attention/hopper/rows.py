@@ -98,10 +98,10 @@ def as_operand(weights, dtype: gl.constexpr, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def hide(scores, tile, row, block, missing, call, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
-    """-inf where a row, from `row` on, does not see a key of the block; missing: a bit for each PAGE keys that are none."""
+def hide(scores, tile, block, missing, call, PAGE: gl.constexpr, LAYOUT: gl.constexpr):
+    """-inf where a row, from the tile's first on, does not see a key of the block; missing: a bit for each PAGE keys that are none."""
     keys = block * call.KEYS + gl.arange(0, call.KEYS, layout=gl.SliceLayout(0, LAYOUT))
-    rows = row + tile.offset + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    rows = tile.row + tile.offset + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     last = gl.full_like(rows, 0) + (tile.keys.length - 1)
     if call.HAS_RIGHT:
         last = gl.minimum(last, rows + call.right)

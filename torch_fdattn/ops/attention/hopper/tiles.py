@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from torch_fdattn.ops.attention.hopper.rows import ROWS
 from torch_fdattn.ops.attention.hopper.sequences import Span, begun_before, span
 
 #: Positions are clamped to this (`ops/positions.py`).
@@ -31,6 +32,9 @@ class Call:
     sequences: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
+    pairs: (
+        gl.tensor | gl.constexpr
+    )  # 1 where heads 2 i and 2 i + 1 have a KV head in common, and may share a tile; or 0
     section: gl.tensor  # heads of a section, of all sequences
     left: gl.tensor
     right: gl.tensor
@@ -40,8 +44,8 @@ class Call:
     KEYS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
-                 HAS_LEFT, HAS_RIGHT, ROWS, KEYS):  # fmt: skip
+    def __init__(self, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, pairs, section, left,
+                 right, HAS_LEFT, HAS_RIGHT, ROWS, KEYS):  # fmt: skip
         self.kv_lens = gl.constexpr(None) if kv_lens is None else kv_lens
         self.q_start = gl.constexpr(None) if q_start is None else q_start
         self.kv_start = gl.constexpr(None) if kv_start is None else kv_start
@@ -52,6 +56,7 @@ class Call:
         self.sequences = sequences
         self.heads = heads
         self.group = group
+        self.pairs = pairs
         self.section = section
         self.left = left
         self.right = right
@@ -69,11 +74,11 @@ class Call:
 
     @gluon.jit
     def all_heads(self):
-        """Of all sequences; packed ones share theirs."""
+        """Of all sequences, or pairs of them; packed ones share theirs."""
         if self.cu_seqlens_q is not None:
             return self.heads
         else:
-            return self.heads * self.sequences
+            return self.heads * self.sequences // (1 + self.pairs)
 
     @gluon.jit
     def tiles(self):
@@ -82,12 +87,16 @@ class Call:
 
 @aggregate
 class Tile:
-    """Rows from `row` on, of `q_len` that there are, and the blocks of keys from `begin` to before `end`, at least one."""
+    """Rows from `row` on, of `q_len` that there are, and the blocks of keys from `begin` to before `end`, at least one.
+
+    The second warp group has the next rows; where queries are so few that these would be none, those of the next head.
+    """
 
     sequence: gl.tensor
     batch: gl.tensor  # where it lies in the tensors: `sequence`, or 0 where sequences are packed
     has_sink: gl.tensor  # 0 for tokens of no sequence, or 1
     head: gl.tensor
+    pair: gl.tensor  # how many heads the second warp group's is behind it: 0 or 1
     queries: Span
     keys: Span
     row: gl.tensor
@@ -96,17 +105,30 @@ class Tile:
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, sequence, batch, has_sink, head, queries, keys, row, offset, begin, end):
+    def __init__(
+        self, sequence, batch, has_sink, head, pair, queries, keys, row, offset, begin, end
+    ):
         self.sequence = sequence
         self.batch = batch
         self.has_sink = has_sink
         self.head = head
+        self.pair = pair
         self.queries = queries
         self.keys = keys
         self.row = row
         self.offset = offset
         self.begin = begin
         self.end = end
+
+    @gluon.jit
+    def of_group(self, GROUP: gl.constexpr):
+        """The tile with the head and the first row of a warp group."""
+        head = self.head + GROUP * self.pair
+        row = self.row + GROUP * ROWS * (1 - self.pair)
+        return Tile(
+            self.sequence, self.batch, self.has_sink, head, self.pair, self.queries, self.keys, row,
+            self.offset, self.begin, self.end,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -127,14 +149,18 @@ def tile_of(number, call):
         if call.cu_seqlens_k is not None:
             keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
         block = block - (queries.first // call.ROWS + begun)
-        # Lengths that do not grow have blocks before their first: none of theirs, then.
-        block = gl.where(block < 0, call.q_len // call.ROWS + 1, block)
+        pair = call.pairs * (queries.length <= ROWS).to(gl.int32)
+        # Lengths that do not grow have blocks before their first: none of theirs, then. And a pair has one tile.
+        none = (block < 0) | (pair * (head % 2) > 0)
+        block = gl.where(none, call.q_len // call.ROWS + 1, block)
         # Those of no sequence have no keys, and read the entries of another one.
         owned = ((begun > 0) & (begun <= call.sequences)).to(gl.int32)
         kv_len = owned * keys.length
         sequence = gl.minimum(gl.maximum(begun - 1, 0), call.sequences - 1)
         batch = gl.to_tensor(0)
     else:
+        pair = gl.to_tensor(call.pairs)
+        head *= 1 + pair
         sequence = head // call.heads
         head -= sequence * call.heads
         batch = sequence
@@ -161,9 +187,8 @@ def tile_of(number, call):
         high = gl.minimum(high, offset + last + call.right + 1)
     begin = low // call.KEYS
     end = gl.maximum((high + call.KEYS - 1) // call.KEYS, begin + 1)
-    return Tile(
-        sequence, batch, owned, head, queries, Span(keys.first, kv_len), row, offset, begin, end
-    )
+    keys = Span(keys.first, kv_len)
+    return Tile(sequence, batch, owned, head, pair, queries, keys, row, offset, begin, end)
 
 
 @gluon.jit
@@ -182,7 +207,7 @@ def take(counter, tiles):
 
 
 #: Room for a tile in shared memory, in int32.
-FIELDS = gl.constexpr(12)
+FIELDS = gl.constexpr(13)
 
 
 @gluon.jit
@@ -190,7 +215,7 @@ def write_tile(tile, end, buffer, slot, LAYOUT: gl.constexpr):
     """`end`, 0 for a tile that there is not, in place of the tile's own."""
     fields = (
         end, tile.begin, tile.row, tile.offset, tile.keys.first, tile.keys.length, tile.queries.first,
-        tile.queries.length, tile.head, tile.batch, tile.sequence, tile.has_sink,
+        tile.queries.length, tile.head, tile.batch, tile.sequence, tile.has_sink, tile.pair,
     )  # fmt: skip
     for i in gl.static_range(FIELDS):
         buffer.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LAYOUT))
@@ -209,6 +234,7 @@ def read_tile(buffer, slot, LAYOUT: gl.constexpr):
         batch=read_field(buffer, slot, 9, FIELDS, LAYOUT),
         has_sink=read_field(buffer, slot, 11, FIELDS, LAYOUT),
         head=read_field(buffer, slot, 8, FIELDS, LAYOUT),
+        pair=read_field(buffer, slot, 12, FIELDS, LAYOUT),
         queries=Span(
             read_field(buffer, slot, 6, FIELDS, LAYOUT), read_field(buffer, slot, 7, FIELDS, LAYOUT)
         ),
