@@ -60,8 +60,8 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, BIAS_FIRST: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_blocks.block_type.shape[3]
-    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, pairs, section, left, right,
-                HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS)  # fmt: skip
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
+                HAS_LEFT, HAS_RIGHT, GROUPS * ROWS, KEYS, pairs)  # fmt: skip
     changes = TileScores(scale, q_scales, k_scales, v_scales, softcap, slopes, slope_of_sequence, slope_of_head, sinks, sink_of_head, BIAS_FIRST)  # fmt: skip
     Q_SLOTS: gl.constexpr = GROUPS if PARTS * D > 128 else 2 * GROUPS
     PAGE: gl.constexpr = 0 if page_table is None else k_blocks.block_type.shape[2]

@@ -32,9 +32,6 @@ class Call:
     sequences: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
-    pairs: (
-        gl.tensor | gl.constexpr
-    )  # 1 where heads 2 i and 2 i + 1 have a KV head in common, and may share a tile; or 0
     section: gl.tensor  # heads of a section, of all sequences
     left: gl.tensor
     right: gl.tensor
@@ -42,10 +39,13 @@ class Call:
     HAS_RIGHT: gl.constexpr
     ROWS: gl.constexpr
     KEYS: gl.constexpr
+    pairs: (
+        gl.tensor | gl.constexpr
+    )  # 1: heads 2 i and 2 i + 1 read the same keys, and share a tile where queries are few; or 0
 
     @gluon.constexpr_function
-    def __init__(self, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, pairs, section, left,
-                 right, HAS_LEFT, HAS_RIGHT, ROWS, KEYS):  # fmt: skip
+    def __init__(self, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
+                 HAS_LEFT, HAS_RIGHT, ROWS, KEYS, pairs=0):  # fmt: skip
         self.kv_lens = gl.constexpr(None) if kv_lens is None else kv_lens
         self.q_start = gl.constexpr(None) if q_start is None else q_start
         self.kv_start = gl.constexpr(None) if kv_start is None else kv_start
@@ -56,7 +56,6 @@ class Call:
         self.sequences = sequences
         self.heads = heads
         self.group = group
-        self.pairs = pairs
         self.section = section
         self.left = left
         self.right = right
@@ -64,6 +63,7 @@ class Call:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.ROWS = gl.constexpr(ROWS)
         self.KEYS = gl.constexpr(KEYS)
+        self.pairs = gl.constexpr(pairs) if isinstance(pairs, int) else pairs
 
     @gluon.jit
     def row_blocks(self):

@@ -60,7 +60,7 @@ def attention_gradient_kernel(
     COLUMNS: gl.constexpr = column_blocks.block_type.shape[2]
     BLOCK: gl.constexpr = GROUPS * ROWS if OF_QUERIES else COLUMNS
     KEYS: gl.constexpr = COLUMNS if OF_QUERIES else GROUPS * ROWS
-    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, 0, section, left, right,
+    call = Call(kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
                 HAS_LEFT, HAS_RIGHT, BLOCK, KEYS)  # fmt: skip
     changes = TileScores(scale, None, None, None, softcap, slopes, slope_of_sequence, slope_of_head, None, None)  # fmt: skip
     slots = gradient_slots_of(
