@@ -68,6 +68,7 @@ def test_frequencies_where_no_position_is_long(group, rank_device) -> None:
     torch.testing.assert_close(found, shards.shard(expected, dist.get_rank(), 1), rtol=1e-4, atol=1e-5)  # fmt: skip
 
 
+@by_position
 def test_an_encoder_that_counts_its_tokens(group, rank_device) -> None:
     """It makes no mask, by which its positions would be seen. Where they are right, on the first rank, the others' refusal comes."""
     if dist.get_world_size() == 1:
@@ -75,6 +76,7 @@ def test_an_encoder_that_counts_its_tokens(group, rank_device) -> None:
     check_refused(group, rank_device, BERT, "give the model position_ids", no_positions=True)
 
 
+@by_position
 def test_an_encoder_that_is_told_its_positions(group, rank_device) -> None:
     total = 8 * dist.get_world_size()
     model, shards, whole, own = given(BERT, group, rank_device, total)

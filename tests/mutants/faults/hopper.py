@@ -60,12 +60,24 @@ _OF_FORWARD = (
         "place // 2 % 2 * 8 + place // 4 % 4 * 2", "place // 8 % 2 * 8 + place // 2 % 4 * 2", HOPPER_FP8_ON_GPU,
     ),
     Fault(
+        "both warp groups of a pair's tile with its first head", f"{_FORWARD}/tiles.py",
+        "self.head + GROUP * self.pair", "self.head", HOPPER_FORWARD_TILES,
+    ),
+    Fault(
+        "tiles of their own for both heads of a pair", f"{_FORWARD}/tiles.py",
+        "(block < 0) | (pair * (head % 2) > 0)", "block < 0", HOPPER_FORWARD_TILES,
+    ),
+    Fault(
+        "pairs where queries do not fit", f"{_FORWARD}/tiles.py",
+        "queries.length <= ROWS)", "queries.length <= ROWS + 1)", HOPPER_FORWARD_TILES,
+    ),
+    Fault(
         "a tile's last keys that it leaves out", f"{_FORWARD}/tiles.py",
         "offset + last + call.right + 1", "offset + last + call.right", HOPPER_FORWARD_TILES,
     ),
     Fault(
         "a block unhidden that some row does not see", f"{_FORWARD}/kernel.py",
-        "gl.maximum(row + ROWS - 1 + tile.offset - call.left, 0)", "gl.maximum(row + tile.offset - call.left, 0)",
+        "gl.maximum(tile.row + ROWS - 1 + tile.offset - call.left, 0)", "gl.maximum(tile.row + tile.offset - call.left, 0)",
         HOPPER_FORWARD_TILES,
     ),
 )  # fmt: skip

@@ -140,7 +140,7 @@ def call_of(source: random.Random, q_len: int, capacity: int, count: int, **of_p
 
 
 def length(source: random.Random) -> int:
-    return source.choice((1, 63, 64, 127, 128, 129, source.randint(2, 500)))
+    return source.choice((1, 63, 64, 65, 127, 128, 129, source.randint(2, 500)))
 
 
 def drawn(seed: int) -> tuple[Call, list[int], list[int]]:
