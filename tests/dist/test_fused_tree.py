@@ -19,7 +19,10 @@ def _kernels(rank_device: torch.device) -> None:
         pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
 
 
-@pytest.mark.parametrize(("blocks", "at_once"), [(1, 32), (2, 32), (8, 32), (8, 4)])
+@pytest.mark.parametrize(
+    ("blocks", "at_once"),
+    [(1, 32), (2, 32), (4, 2), *(pytest.param(8, n, marks=pytest.mark.slow) for n in (32, 4))],
+)
 def test_the_bits_of_one_rank(group, alone, rank_device, monkeypatch, blocks, at_once) -> None:  # noqa: F811
     """Of contiguous shards of a power of two of blocks, of which a launch merges so many at once."""
     from torch_fdattn.dist.decode import fused_tree

@@ -206,8 +206,17 @@ def test_a_call_that_fails_half_way(group, rank_device, monkeypatch, who) -> Non
 
 
 @needs_kernels
-@pytest.mark.parametrize("who", ["all", "rank 0", "all, then rank 0"])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("first", "who"),
+    [
+        *((first, "all") for first in (True, False)),
+        *((False, who) for who in ("rank 0", "all, then rank 0")),
+        *(
+            pytest.param(True, who, marks=pytest.mark.slow)
+            for who in ("rank 0", "all, then rank 0")
+        ),
+    ],
+)
 def test_a_backward_that_fails(group, rank_device, monkeypatch, who, first) -> None:
     """On all ranks: the next call is as if nothing was. On one: an error that says so, there and on the others."""
     rank, world = dist.get_rank(), dist.get_world_size()
