@@ -16,6 +16,7 @@ from tests.compile_only.loops import spilled, step_loops
 from tests.compile_only.targets import ARCHS
 from tests.compile_only.uniform_registers import disassembled
 from tests.compile_only.wgmma_registers import early_writes
+from torch_fdattn.launch.device import num_sms
 from torch_fdattn.ops.attention.hopper.fp8 import fp8_launches
 from torch_fdattn.ops.attention.hopper.launch import (
     HEAD_DIMS,
@@ -141,6 +142,25 @@ def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
     more = {x: steps["ALiBi"].count(x) - steps["plain"].count(x) for x in ("FFMA", "FADD", "FMUL")}
     assert more["FFMA"] == 64  # scores of a thread: 64 rows by 128 keys in 128 threads
     assert more["FADD"] + more["FMUL"] <= 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "even"), [(2, False), (4, True), (6, False), (8, True), (12, True)]
+)
+@pytest.mark.parametrize(("batch", "queries"), [(1, 1), (1, 64), (100, 1), (100, 64), (100, 65), (100, 128)])  # fmt: skip
+def test_heads_share_a_tile(batch, queries, heads, even, packed):
+    """Of two KV heads, where queries fill half of it and there are more tiles than SMs; of packed sequences the device knows."""
+    shape = (1, heads, batch * queries) if packed else (batch, heads, queries)
+    q = meta(*shape, 128, dtype=torch.bfloat16)
+    k = meta(shape[0], 2, 128, 128, dtype=torch.bfloat16)
+    ends = Packed(meta(batch + 1, **INT), meta(batch + 1, **INT)) if packed else None
+    made = forward_launch(q, k, k, AttentionOptions(), q, meta(*shape), meta(1, **INT), ends)
+    given = dict(zip(made.kernel.arg_names, made.arguments, strict=False))
+    assert given["pairs"] == (even and (packed or (batch > 1 and queries <= 64)))
+    if not packed:
+        tiles = -(-queries // 128) * batch * heads // (1 + given["pairs"])
+        assert made.grid[0] == min(tiles, num_sms(q.device))
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from tests.mutants.faults.fault import Fault
 from tests.mutants.faults.runs import (
     HOPPER_BACKWARD,
+    HOPPER_FEW_QUERIES_ON_GPU,
     HOPPER_FORWARD_ON_GPU,
     HOPPER_FORWARD_TILES,
     HOPPER_FP8_ON_GPU,
     HOPPER_ON_GPU,
     HOPPER_PACKED_ON_GPU,
     HOPPER_PAGES_ON_GPU,
+    HOPPER_PAIRS,
     HOPPER_SLOPES_ON_GPU,
     HOPPER_TILES,
     HOPPER_WAITING_FOR_MEMORY,
@@ -66,6 +68,18 @@ _OF_FORWARD = (
     Fault(
         "tiles of their own for both heads of a pair", f"{_FORWARD}/tiles.py",
         "(block < 0) | (pair * (head % 2) > 0)", "block < 0", HOPPER_FORWARD_TILES,
+    ),
+    Fault(
+        "queries of a pair's first head for both warp groups", f"{_FORWARD}/loading.py",
+        "corners = (own.batch,), own.head,", "corners = (own.batch,), tile.head,", HOPPER_FEW_QUERIES_ON_GPU,
+    ),
+    Fault(
+        "pairs of heads of two KV heads", f"{_FORWARD}/launch.py",
+        "pairs = heads // kv_heads % 2 == 0", "pairs = heads % 2 == 0", HOPPER_PAIRS,
+    ),
+    Fault(
+        "pairs of heads with more queries than they have rows", f"{_FORWARD}/launch.py",
+        "q_len <= ROWS.value", "q_len <= 2 * ROWS.value", HOPPER_PAIRS,
     ),
     Fault(
         "pairs where queries do not fit", f"{_FORWARD}/tiles.py",

@@ -33,6 +33,17 @@ HOPPER_FORWARD_ON_GPU = Tests(
     keyword="test_against_the_oracle or test_lengths_beyond_which_is_nan",
     needs_sm_90=True,
 )
+HOPPER_PAIRS = Tests(
+    "heads that share a tile",
+    ("tests/compile_only/test_hopper.py",),
+    keyword="test_heads_share_a_tile",
+)
+HOPPER_FEW_QUERIES_ON_GPU = Tests(
+    "Hopper's forward of few queries, on a GPU",
+    (f"{_OPS}/attention/test_hopper.py",),
+    keyword="test_few_queries_of_many_heads",
+    needs_sm_90=True,
+)
 HOPPER_WAITING_FOR_MEMORY = Tests(
     "Hopper's forward where memory is slow, on a GPU",
     (f"{_OPS}/attention/test_hopper.py",),

@@ -78,6 +78,16 @@ def test_values_that_come_later_than_products_need_them(head_dim):
     check(q, k, v)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(("queries", "heads"), [(17, 8), (64, 8), (65, 8), (64, 6), (33, 4)])
+def test_few_queries_of_many_heads(queries, heads, head_dim, causal):
+    """More tiles than SMs, so that two heads of two, three or four share one."""
+    q = normal(70, heads, queries, head_dim)
+    k, v = (normal(70, 2, 300, head_dim) for _ in range(2))
+    check(q, k, v, Mask(window_right=0 if causal else -1))
+
+
 @pytest.mark.parametrize("head_dim", [40, 72, 96, 192, 248])
 @pytest.mark.parametrize("causal", [False, True])
 def test_other_head_dims(causal, head_dim):

@@ -90,7 +90,7 @@ class Tile(NamedTuple):
     begin: int
     end: int
 
-    of_group = tiles.Tile.of_group.fn
+    of_warp_group = tiles.Tile.of_warp_group.fn
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_each_row_is_of_one_warp_group_of_a_tile(seed):
     call, queries, _ = drawn(seed)
     rows = []
     for tile in tiles_of(call):
-        both = [tile.of_group(group) for group in range(2)]
+        both = [tile.of_warp_group(group) for group in range(2)]
         assert both[0].head // call.group == both[1].head // call.group
         for x in both:
             own = range(x.row, min(x.row + ROWS, x.queries.length))

@@ -148,7 +148,7 @@ def _next_tile(slots, turn, GROUP: gl.constexpr):
     slots.has_tile.wait_full(place)
     tile = read_tile(slots.tiles, place.slot, _ONE_OF_GROUP)
     slots.has_tile.release(place)
-    return tile.of_group(GROUP)
+    return tile.of_warp_group(GROUP)
 
 
 @gluon.jit

@@ -124,12 +124,14 @@ def forward_launch(
         and not scores.softcap
         and scales is None
     )
-    # Of packed sequences the device knows which have so few queries.
-    pairs = heads // kv_heads % 2 == 0 and (packed is not None or q_len <= ROWS.value)
-    blocks, sequences, begins = cdiv(q_len, tile_rows) * batch, batch, (None, None)
+    tiles, sequences, begins = cdiv(q_len, tile_rows) * batch * heads, batch, (None, None)
+    pairs = heads // kv_heads % 2 == 0
     if packed is not None:
-        blocks, sequences = packed.blocks(q_len, tile_rows), packed.sequences
+        tiles, sequences = packed.blocks(q_len, tile_rows) * heads, packed.sequences
         begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
+    else:
+        pairs = pairs and q_len <= ROWS.value and tiles > num_sms(q.device)
+        tiles //= 1 + pairs
     block, pages = [1, 1, keys, dim], (None, None, None)
     if packed is not None and packed.page_table is not None:
         table = packed.page_table
@@ -138,7 +140,7 @@ def forward_launch(
         pages, begins = (table, *table.stride()), (begins[0], None)
     own, columns = [1, 1, ROWS.value, dim], [1, 1, dim, keys]
     return Launch(
-        attention_forward_kernel, min(blocks * heads, num_sms(q.device)),
+        attention_forward_kernel, min(tiles, num_sms(q.device)),
         described(q, own), described(k, block), described(v, block if scales is None else columns), described(out, own),
         out, lse, counter, *mask[:3], *begins, q_len, capacity, sequences, heads, heads // kv_heads, int(pairs),
         section(batch * heads, heads // kv_heads, 2 * capacity * head_dim * q.element_size()),

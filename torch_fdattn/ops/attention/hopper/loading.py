@@ -158,6 +158,6 @@ def _load_queries(slots, q_blocks, tile, turn):
         place = own_place(i, turn, slots.Q_SLOTS // GROUPS)
         slots.has_queries.wait_empty(place)
         slots.has_queries.expect(place, slots.PARTS * q_blocks.block_type.nbytes)
-        own = tile.of_group(i)
+        own = tile.of_warp_group(i)
         corners = (own.batch,), own.head, own.queries.first + own.row
         _fill(slots.has_queries, q_blocks, corners, slots.q, place.slot, place, slots.PARTS, False)

@@ -1,4 +1,4 @@
-"""Which tile a number stands for: rows of queries of one head, and the blocks of keys that these rows see.
+"""Which tile a number stands for: rows of queries of one head or two, and the blocks of keys that these rows see.
 
 The scheduling warp takes numbers from a counter (`take`), finds out what they stand for, which may need numbers from the
 device's memory, and hands that to the others (`write_tile`, `read_tile`). Numbers run through sections of heads
@@ -32,16 +32,18 @@ class Call:
     sequences: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
-    section: gl.tensor  # heads of a section, of all sequences
+    section: (
+        gl.tensor
+    )  # heads of a section, of all sequences; without effect where sequences have one tile each
     left: gl.tensor
     right: gl.tensor
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     ROWS: gl.constexpr
     KEYS: gl.constexpr
-    pairs: (
-        gl.tensor | gl.constexpr
-    )  # 1: heads 2 i and 2 i + 1 read the same keys, and share a tile where queries are few; or 0
+    # 1 where heads 2 i and 2 i + 1, which read the same keys, share a tile: of packed sequences those of at most 64 queries,
+    # of others all, and then none has more. 0: no heads do.
+    pairs: gl.tensor | gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, kv_lens, q_start, kv_start, cu_seqlens_q, cu_seqlens_k, q_len, capacity, sequences, heads, group, section, left, right,
@@ -74,7 +76,7 @@ class Call:
 
     @gluon.jit
     def all_heads(self):
-        """Of all sequences, or pairs of them; packed ones share theirs."""
+        """Heads of all sequences, or pairs of heads; packed sequences share theirs."""
         if self.cu_seqlens_q is not None:
             return self.heads
         else:
@@ -89,7 +91,7 @@ class Call:
 class Tile:
     """Rows from `row` on, of `q_len` that there are, and the blocks of keys from `begin` to before `end`, at least one.
 
-    The second warp group has the next rows; where queries are so few that these would be none, those of the next head.
+    The second warp group has the next rows, or those of the next head (`Call.pairs`).
     """
 
     sequence: gl.tensor
@@ -121,8 +123,8 @@ class Tile:
         self.end = end
 
     @gluon.jit
-    def of_group(self, GROUP: gl.constexpr):
-        """The tile with the head and the first row of a warp group."""
+    def of_warp_group(self, GROUP: gl.constexpr):
+        """With the head and the first row of a warp group, in place of the first warp group's."""
         head = self.head + GROUP * self.pair
         row = self.row + GROUP * ROWS * (1 - self.pair)
         return Tile(
@@ -150,7 +152,7 @@ def tile_of(number, call):
             keys = span(call.cu_seqlens_k, begun - 1, call.sequences, call.capacity)
         block = block - (queries.first // call.ROWS + begun)
         pair = call.pairs * (queries.length <= ROWS).to(gl.int32)
-        # Lengths that do not grow have blocks before their first: none of theirs, then. And a pair has one tile.
+        # Lengths that do not grow have blocks before their first: none of theirs, then. And a pair has its first head's.
         none = (block < 0) | (pair * (head % 2) > 0)
         block = gl.where(none, call.q_len // call.ROWS + 1, block)
         # Those of no sequence have no keys, and read the entries of another one.
