@@ -92,7 +92,7 @@ def test_what_draws_of_attention_have():
     found = counts(map(draw_hopper, range(60)), pairs)
     kinds = [f"{x}, causal {y}" for x in SCORES for y in (True, False)]
     kinds += [f"{x}, {y}" for x in (*SCORES, *(f"padded to {d}" for d in forward.HEAD_DIMS)) for y in dispatch._HALF]  # fmt: skip
-    expect(found, (*SCORES, *MASKS, *GROUPS, "q_start", "kv_start", "own scale"), 4)
+    expect(found, (*SCORES, *MASKS, *GROUPS, "group 4", "q_start", "kv_start", "own scale"), 4)
     expect(found, kinds, 3)
     expect(found, ("ALiBi by head", "ALiBi by sequence", "several query tiles", "several KV tiles"), 4)  # fmt: skip
     expect(found, [*(f"head dim {d}" for d in HEAD_DIMS), *(f"layout {x}" for x in DESCRIBABLE)], 4)

@@ -83,7 +83,7 @@ def draw_hopper_varlen(seed: int) -> VarlenCase:
 def _attention_case(
     rng: random.Random, seed: int, head_dim: int, dtype: torch.dtype, layouts: list[str], longest: int
 ) -> FeatureCase:  # fmt: skip
-    batch, kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 3, 4))  # fmt: skip
+    batch, kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 3, 4, 5))  # fmt: skip
     q_len, kv_len = _length(rng, longest), _length(rng, longest)
     plain = AttentionCase(
         seed, batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim, dtype, _TILE, tuple(layouts),
