@@ -196,6 +196,7 @@ def layers(kind: str) -> list[Layer]:
                 "tp_choices",
                 "row_norm",
                 only="two_shot.py or fused_tree.py or test_one_launch or test_overlapping or test_rows_that_do_not_divide or test_uneven or test_ranks_that_merge or test_a_rank or choose_alike",
+                marked="not slow",
             ),
         ]
     if kind == "capabilities":
@@ -211,8 +212,15 @@ def layers(kind: str) -> list[Layer]:
                 INTERPRET,
             ),
             distributed(2, marked="slow"),
-            one_sided(2, "compiled_matmuls", "ring_one_sided", "rank_invariant", marked="slow"),
-            one_sided(3, "ring_one_sided"),
+            one_sided(
+                2,
+                "compiled_matmuls",
+                "ring_one_sided",
+                "rank_invariant",
+                "fused_tree",
+                marked="slow",
+            ),
+            one_sided(3, "ring_one_sided", "fused_tree"),
             distributed(3, "compiled_matmuls"),
             *(distributed(ranks, only=COMPILED) for ranks in (3, 4)),
             distributed(4, "context_parallel"),
