@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import checkout
+
 ROOT = Path(__file__).parent.parent
 
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables}
+    environment = checkout.environment(CUDA_VISIBLE_DEVICES="", **variables)
     # What a `make test` with variables of its own hands down is not this call's.
     makes = (
         "MAKEFLAGS",

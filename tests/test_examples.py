@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import checkout
 from tests.forked import run_forked
 
 ROOT = Path(__file__).parent.parent
@@ -36,9 +37,7 @@ def run(request) -> Callable[..., list[str]]:
 
     What other packages say goes to stderr, where nothing is of ours.
     """
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    environment = checkout.environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     environment.pop("TRITON_INTERPRET", None)
 
     def forked(script: str, ranks: int = 0) -> list[str]:

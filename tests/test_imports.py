@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests import checkout
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_fdattn"
@@ -133,7 +134,7 @@ def test_nothing_patches_launches() -> None:
 
 
 def run(code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = checkout.environment()
     environment.pop("TRITON_INTERPRET", None)
     # Else each process compiles our sources anew, beside torch's, which were compiled when it was installed.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)

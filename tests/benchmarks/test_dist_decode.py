@@ -18,11 +18,10 @@ from benchmarks.distributed import mpi
 from benchmarks.report.plot import lines_of, plot, plottable
 from benchmarks.report.tables import render
 from benchmarks.results import Results, Row, command_line
-from tests import fast_interpreter
+from tests import checkout, fast_interpreter
 from tests.benchmarks.test_distributed import not_under_torchrun  # noqa: F401
 from tests.interpreting import needs_interpreter
 
-ROOT = Path(__file__).parents[2]
 MPIRUN = Path(sys.executable).parent / "mpirun"
 CASE = "B1 H2/1 N32 D16 fp32 cpu"
 #: The first tiny case alone: an interpreted kernel takes a tenth of a second.
@@ -37,7 +36,7 @@ FORMS = {
 
 def start(program: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess:
     """A program in `folder`, where the benchmark leaves its results."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = checkout.environment(OMP_NUM_THREADS="1")
     environment.pop("TRITON_INTERPRET", None)  # the benchmark must see to that itself
     environment.update(variables)
     return subprocess.run(

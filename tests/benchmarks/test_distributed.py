@@ -35,6 +35,7 @@ from benchmarks.registry import BENCHMARKS
 from benchmarks.report.parallel import table
 from benchmarks.results import Recorder, Results
 from benchmarks.timing import compare
+from tests import checkout
 from torch_fdattn.dist.tensor_parallel.layers import TPHead
 from torch_fdattn.models.transformer import MLP
 
@@ -66,7 +67,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def call(*words: str, timeout: int = 120) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = checkout.environment(OMP_NUM_THREADS="1")
     return subprocess.run(
         [sys.executable, "-m", *words], capture_output=True, text=True,
         env=environment, timeout=timeout, check=False, cwd=ROOT,

@@ -22,7 +22,7 @@ from benchmarks.__main__ import _parser
 from benchmarks.distributed.models import CONFIGS
 from benchmarks.distributed.timeline import Span, spans
 from benchmarks.results import Recorder, Results
-from tests import fast_interpreter
+from tests import checkout, fast_interpreter
 from tests.interpreting import needs_interpreter
 from torch_fdattn.dist.symm import symmetric_memory
 from torch_fdattn.dist.tensor_parallel import auto, one_sided
@@ -65,10 +65,10 @@ FORMS = {
 @pytest.mark.parametrize("kind", ["quick", "slow"])
 def test_runs_by_kernels(kind: str, tmp_path: Path) -> None:
     start = "-m torch.distributed.run --standalone --nproc-per-node 2"
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    environment = checkout.environment(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
     done = subprocess.run(
         [sys.executable, *start.split(), __file__, kind, str(tmp_path)], text=True, cwd=ROOT,
-        env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

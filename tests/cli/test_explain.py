@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("rich", reason="needs the extra cli")
 
+from tests import checkout
 from tests.cli.commands import invoke, refused
 from tests.documents import ROOT, python_blocks
 
@@ -230,11 +231,10 @@ def test_what_the_users_function_raises_is_one_line(folder, target, line):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(folder):
-    root = str(Path(__file__).parents[2])
     with open("/dev/full", "w") as full:
         result = subprocess.run(
             [sys.executable, "-m", "torch_fdattn", "explain", "case.py:none"], stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=300, env={**os.environ, "PYTHONPATH": root},
+            stderr=subprocess.PIPE, text=True, timeout=300, env=checkout.environment(),
         )  # fmt: skip
     assert result.returncode == 1
     assert result.stderr == "fdattn: cannot write the text (No space left on device)\n"

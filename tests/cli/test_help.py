@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 pytest.importorskip("typer", reason="needs the extra cli")
 pytest.importorskip("rich", reason="needs the extra cli")
 
+from tests import checkout
 from tests.cli.commands import invoke
 from torch_fdattn.cli.setup import DType, KVDType, KVStrategy, TPStrategy
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=checkout.environment(),
     )  # fmt: skip
     assert done.stderr == ""
     return done.stdout

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 
 import torch_fdattn
+from tests import checkout
 from tests.compile_backend.test_backend import ROOT
 from tests.compile_backend.test_backend_processes import entry_points
 
@@ -39,7 +39,7 @@ def test_the_name_works_from_a_checkout_without_metadata(late):
     """`import torch_fdattn` is enough, and imports no torch.compile for it."""
     done = subprocess.run(
         [sys.executable, "-c", FROM_A_CHECKOUT.format(late=late)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        cwd=ROOT, env=checkout.environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     _, target = entry_points().split(" = ")
@@ -60,6 +60,6 @@ def test_the_name_is_found_once_where_there_is_metadata_too(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True,
         cwd=tmp_path,  # not where an editable installation has left its own metadata
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        env=checkout.environment(tmp_path),
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "1 9\n"), done.stderr

@@ -1,6 +1,5 @@
 """The backend as other processes and torch's caches find it: by entry point, in logs, by keys."""
 
-import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -8,6 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
+from tests import checkout
 from tests.compile_backend.harness import qkv
 from tests.compile_backend.test_backend import (  # noqa: F401
     ROOT,
@@ -20,12 +20,11 @@ from torch_fdattn.ops.library import launches
 
 
 def python(code, *paths, **environment):
-    path = os.pathsep.join([*map(str, paths), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env=checkout.environment(*paths, **environment),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, done.stderr

@@ -5,17 +5,15 @@ own time-outs of 10 and 30 minutes.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests import checkout
 from tests.ports import free_port
 from torch_fdattn.doctor.torchrun import PROBE_SECONDS
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 6.0
 # torch is imported by every process and by its trials, all at once on two busy cores.
 START_SECONDS = 60.0
@@ -49,10 +47,10 @@ time.sleep(100)
 
 def environment(**variables):
     dropped = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "TRITON_INTERPRET")
-    kept = {k: v for k, v in os.environ.items() if not any(part in k for part in dropped)}
-    path = os.pathsep.join([str(ROOT), kept.get("PYTHONPATH", "")])
+    given = checkout.environment()
+    kept = {k: v for k, v in given.items() if not any(part in k for part in dropped)}
     # One GPU cannot serve two ranks, and gloo is what is tested here.
-    gloo = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    gloo = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**kept, **gloo, **variables}
 
 

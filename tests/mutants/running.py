@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import checkout
 from tests.mutants.faults import Fault, Tests
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def run(tests: Tests, fault: Fault | None = None, limit_s: float = LIMIT_S) -> O
         copy_tree(folder)
         if fault is not None:
             plant(fault, folder)
-        environment = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
+        environment = checkout.environment(name, OMP_NUM_THREADS="1")
         environment["TRITON_INTERPRET"] = "1" if tests.interpret else "0"
         start = time.monotonic()
         try:

@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("typer", reason="needs the extra cli")
 
+from tests import checkout
 from tests.forked import Forked, forked
 from tests.server.running import httpx, until
 from tests.tiny_model import save_tiny_model
@@ -27,7 +28,7 @@ from torch_fdattn import engine, models
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("serve_worker.py")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = checkout.environment(OMP_NUM_THREADS="1")
 START_SECONDS, LIMIT_SECONDS = 120, 240
 PROMPTS = ["aaa", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "a"]
 TENSOR_PARALLEL = ("--tensor-parallel", "2")
