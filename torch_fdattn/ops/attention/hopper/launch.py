@@ -125,7 +125,7 @@ def forward_launch(
         and scales is None
     )
     tiles, sequences, begins = cdiv(q_len, tile_rows) * batch * heads, batch, (None, None)
-    pairs = heads // kv_heads % 2 == 0
+    pairs = heads // kv_heads % 2 == 0  # `tiles.Call`: whether two heads may share a tile
     if packed is not None:
         tiles, sequences = packed.blocks(q_len, tile_rows) * heads, packed.sequences
         begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()

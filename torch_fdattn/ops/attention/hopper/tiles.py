@@ -32,9 +32,7 @@ class Call:
     sequences: gl.tensor
     heads: gl.tensor
     group: gl.tensor  # query heads of a KV head
-    section: (
-        gl.tensor
-    )  # heads of a section, of all sequences; without effect where sequences have one tile each
+    section: gl.tensor  # heads of a section, of all sequences
     left: gl.tensor
     right: gl.tensor
     HAS_LEFT: gl.constexpr
