@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import torch_fdattn
 from torch_fdattn.dist import collectives
 from torch_fdattn.dist.collectives import split_evenly
 
@@ -193,3 +194,30 @@ class TestBadInput:
         torch.testing.assert_close(op(x, group), collectives.gather_rows(x, group))
         with pytest.raises(Exception, match="rank and world_size must be given"):
             torch.compile(lambda: op(x, group), backend="aot_eager", fullgraph=True)()
+
+
+def _gathered_by_ops(group: str, x: Tensor) -> None:
+    apply("gather_rows", x, group, None)
+
+
+def _decoded(group: str, x: Tensor) -> None:
+    q = torch.zeros(1, 2, 1, 16, device=x.device)
+    k = torch.zeros(1, 2, 4, 16, device=x.device)
+    lens = torch.tensor([4 * dist.get_world_size()], dtype=torch.int32, device=x.device)
+    torch_fdattn.dist.decode(q, k, k, lens, group=group, strategy="all_gather")
+
+
+def _attended(group: str, x: Tensor) -> None:
+    q = torch.zeros(1, 2, 4, 16, device=x.device)
+    torch_fdattn.dist.ring_attention(q, q, q, group=group, strategy="all_gather")
+
+
+@pytest.mark.parametrize("gather", [_gathered_by_ops, _decoded, _attended])
+def test_no_functional_gathers_outside_of_graphs(group, rank_device, gather) -> None:
+    """Over gloo they corrupt memory now and then (`collectives.all_gather`)."""
+    x = torch.ones(3, 2, device=rank_device)
+    with torch.profiler.profile() as profile:
+        gather(group, x)
+    names = {event.name for event in profile.events()}
+    assert "c10d::_allgather_base_" in names
+    assert not any("all_gather_into_tensor" in name or "coalesced" in name for name in names)

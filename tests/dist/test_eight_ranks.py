@@ -127,10 +127,7 @@ def test_ring_one_sided(group, rank_device, kernels, shards, dtype) -> None:
     check_ring(group, rank_device, ring_shards()[shards], dtype, "one_sided")
 
 
-@pytest.fixture(scope="module")
-def alone(group: str) -> str:
-    """The name of the group of this rank alone."""
-    return [dist.new_group([r]) for r in range(RANKS)][dist.get_rank()].group_name
+alone = test_rank_invariant.alone
 
 
 @pytest.mark.parametrize("seed", range(100, 104))

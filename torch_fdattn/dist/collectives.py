@@ -16,7 +16,7 @@ so the gradient that it sees is already the whole one.
 
 Where nobody traces or differentiates, tensors of a GPU go through the group's own collectives, in the current stream:
 functional ones run in a stream of the backend's, 5 µs of the device's time and 20 of the host's. They are called
-without `torch.distributed`'s wrappers, which cost the host as much as a launch.
+without `torch.distributed`'s wrappers, which cost the host as much as a launch. Gathers do so on CPUs as well (`all_gather`).
 
 Sums are taken in the tensor's dtype, as NCCL users expect. `rows` lists how many rows each rank has;
 None means as many on every rank. Only where the numbers differ are rows padded to the largest, or, where
@@ -66,16 +66,26 @@ def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
     most = max(ranks.rows)
     if most == 0:  # the same on all ranks, so all of them skip the collective
         return x.new_zeros(x.shape)
-    x = _pad(x, most).contiguous()
-    if _runs_now(x, ranks):
-        gathered = x.new_empty(ranks.world_size * most, *x.shape[1:])
-        _finish(_group(ranks)._allgather_base(gathered, x, _GATHER))
-    else:
-        gathered = _C10D.all_gather_into_tensor(x, ranks.world_size, ranks.group_name)
-        gathered = _C10D.wait_tensor(gathered)
+    gathered = all_gather(_pad(x, most), ranks.world_size, ranks.group_name)
     if all(rows == most for rows in ranks.rows):
         return gathered
     return torch.cat([gathered[i * most : i * most + rows] for i, rows in enumerate(ranks.rows)])
+
+
+def all_gather(x: Tensor, world_size: int, group_name: str) -> Tensor:
+    """The rows of all ranks, each of which has as many: (rows, …) -> (world_size · rows, …). Nothing is checked, and nothing
+    differentiable.
+    """
+    x = x.contiguous()
+    if not library.can_call_kernel(x):
+        gathered = _C10D.all_gather_into_tensor(x, world_size, group_name)
+        return _C10D.wait_tensor(gathered)
+    # On CPUs too: gloo's threads write the name of what they have done last into one string, without a lock (torch 2.11 to
+    # 2.13). A functional all-gather's is too long to lie in the string itself, and the next name may be written into memory
+    # that another thread has freed by then.
+    gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
+    _finish(_group(group_name)._allgather_base(gathered, x, _GATHER))
+    return gathered
 
 
 def _reduce_scatter(x: Tensor, ranks: _Ranks, add_up: Callable | None = None) -> Tensor:
@@ -88,9 +98,9 @@ def _reduce_scatter(x: Tensor, ranks: _Ranks, add_up: Callable | None = None) ->
             return (add_up or _sum)(x, ranks)[start : start + ranks.rows[ranks.rank]]
         x = torch.cat([_pad(part, most) for part in x.split(list(ranks.rows))])
     x = x.contiguous()
-    if _runs_now(x, ranks):
+    if _runs_now(x):
         scattered = x.new_empty(most, *x.shape[1:])
-        _finish(_group(ranks)._reduce_scatter_base(scattered, x, _REDUCE_SCATTER))
+        _finish(_group(ranks.group_name)._reduce_scatter_base(scattered, x, _REDUCE_SCATTER))
     else:
         scattered = _C10D.reduce_scatter_tensor(x, "sum", ranks.world_size, ranks.group_name)
         scattered = _C10D.wait_tensor(scattered)
@@ -98,12 +108,12 @@ def _reduce_scatter(x: Tensor, ranks: _Ranks, add_up: Callable | None = None) ->
     return scattered if rows == most else scattered[:rows]
 
 
-def _runs_now(x: Tensor, ranks: _Ranks) -> bool:
+def _runs_now(x: Tensor) -> bool:
     return x.is_cuda and library.can_call_kernel(x)
 
 
-def _group(ranks: _Ranks) -> dist.ProcessGroup:
-    return distributed_c10d._resolve_process_group(ranks.group_name)
+def _group(group_name: str) -> dist.ProcessGroup:
+    return distributed_c10d._resolve_process_group(group_name)
 
 
 def _in_current_stream(options):
@@ -134,16 +144,16 @@ def _slice(x: Tensor, ranks: _Ranks) -> Tensor:
 
 
 def _sum(x: Tensor, ranks: _Ranks) -> Tensor:
-    if _runs_now(x, ranks):
+    if _runs_now(x):
         return _sum_into(x.clone(memory_format=torch.contiguous_format), ranks)
     return _C10D.wait_tensor(_C10D.all_reduce(x.contiguous(), "sum", ranks.group_name))
 
 
 def _sum_into(x: Tensor, ranks: _Ranks) -> Tensor:
     """Of what nobody else reads, and without gradients: it may be overwritten."""
-    if not (_runs_now(x, ranks) and x.is_contiguous()):
+    if not (_runs_now(x) and x.is_contiguous()):
         return _sum(x, ranks)
-    _finish(_group(ranks).allreduce([x], _ALL_REDUCE))
+    _finish(_group(ranks.group_name).allreduce([x], _ALL_REDUCE))
     return x
 
 

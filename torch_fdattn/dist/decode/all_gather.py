@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.collectives import all_gather
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack
 from torch_fdattn.ops.merge_states.op import merge_rows
 
@@ -24,8 +25,8 @@ def merge(out: Tensor, lse: Tensor, dtype: torch.dtype, group: MergeGroup) -> tu
         received = torch.ops._c10d_functional.all_to_all_single(
             by_rank.flatten(), share, share, name
         )
+        received = torch.ops._c10d_functional.wait_tensor(received)
     else:
         shape = (world_size, *rows.shape)
-        received = torch.ops._c10d_functional.all_gather_into_tensor(rows, world_size, name)
-    received = torch.ops._c10d_functional.wait_tensor(received)
+        received = all_gather(rows, world_size, name)
     return merge_rows(received.view(shape), dtype)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.collectives import all_gather
 from torch_fdattn.dist.decode import block_bounds as _block_bounds  # noqa: F401
 from torch_fdattn.dist.decode.inputs import CacheShard, ExtraOptions, runs_decode
 from torch_fdattn.dist.decode.partial_states import MergeGroup, pack
@@ -258,12 +259,11 @@ def _of_all_ranks(outs: Tensor, lses: Tensor, each: int, group: MergeGroup, one_
     if missing:  # the last round is a part of one
         rows = torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), float("-inf"))])
     if one_sided:
-        from torch_fdattn.dist.symm.one_sided_gather import all_gather
+        from torch_fdattn.dist.symm import one_sided_gather
 
-        rows = all_gather(rows, group.group_name)
+        rows = one_sided_gather.all_gather(rows, group.group_name)
     else:
-        gather = torch.ops._c10d_functional
-        gathered = gather.all_gather_into_tensor(rows, group.world_size, group.group_name)
-        rows = gather.wait_tensor(gathered).view(group.world_size, *rows.shape)
+        gathered = all_gather(rows, group.world_size, group.group_name)
+        rows = gathered.view(group.world_size, *rows.shape)
     rows = rows.unflatten(1, (-1, each)).transpose(0, 1).flatten(0, 2)
     return rows[..., :-1], rows[..., -1]

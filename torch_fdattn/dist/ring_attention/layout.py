@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_fdattn.dist.collectives import all_gather
 from torch_fdattn.dist.point_to_point import all_to_all
 from torch_fdattn.dist.ring_attention.local import Problem
 
@@ -26,10 +27,7 @@ def gather(x: Tensor, problem: Problem) -> Tensor:
     if len(set(problem.shards.lengths)) > 1:
         parts = all_to_all([x] * problem.world_size, shapes, problem.group_name)
     else:
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-            x.contiguous(), problem.world_size, problem.group_name
-        )
-        gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+        gathered = all_gather(x, problem.world_size, problem.group_name)
         parts = list(gathered.view(problem.world_size, *x.shape).unbind())
     return problem.shards.join(parts, dim=-2)
 
