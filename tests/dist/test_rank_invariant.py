@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import torch_fdattn
 from torch_fdattn.dist import SequenceShards, context_parallel, decode, ring_attention
+from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.dist.state_tree import StateTree
 from torch_fdattn.ops.library import INTERPRET
 
@@ -289,11 +291,18 @@ def test_a_tree_asks_for_no_order() -> None:
     torch.testing.assert_close(results[0][0][:2], (lses.softmax(0)[..., None] * outs).sum(0))
 
 
-def test_refusals(group, rank_device) -> None:
-    """On every rank, before data moves."""
+@pytest.mark.parametrize("equal", [nullcontext, assume_equal_on_all_ranks])
+def test_refusals(group, rank_device, equal) -> None:
+    """On every rank, before data moves; where calls that were compared are compared no more, too, and this is not the first."""
+    with equal():
+        check_refusals(group, rank_device)
+
+
+def check_refusals(group: str, rank_device: torch.device) -> None:
     world = dist.get_world_size()
     q, k = torch.randn(1, 2, 1, 32, device=rank_device), torch.randn(1, 2, 24, 32, device=rank_device)  # fmt: skip
     lens = torch.tensor([9], dtype=torch.int32, device=rank_device)
+    decode(q, k, k, lens, group)
     for wrong, kind, match in (
         (dict(invariant_block=0), ValueError, "invariant_block must be at least 1, got 0"),
         (dict(invariant_block=16), ValueError, "k_shard's capacity must be a multiple of invariant_block=16, got 24"),

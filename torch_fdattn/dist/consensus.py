@@ -105,6 +105,8 @@ def check_equal_on_all_ranks(
         digest = _digest(key)
     if not (on_cpu and _digests_are_equal(group, digest)):
         _compare(group, values)
+    if _REFUSED in values:  # as on all ranks; told again where one rank alone refuses it
+        return
     if len(compared) >= _MAX_REMEMBERED:  # on all ranks at once: all have compared the same values
         compared.clear()
     compared[key] = digest

@@ -112,7 +112,7 @@ def decode(
         checks.expect_types((*tensors, *given), (kv_lens, *positions), scale, softcap)
         expect_lengths(kv_lens)
     except (TypeError, ValueError, NotImplementedError) as error:
-        tell_other_ranks(group_name, q, strategy, error)
+        tell_other_ranks(group_name, q, strategy, error, invariant_block is not None)
         raise
     options = dict(
         kv_block=kv_block, causal=causal, window_left=left, window_right=right, scale=scale, softcap=softcap,
