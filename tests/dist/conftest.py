@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_fdattn import checks
+from torch_fdattn.dist import set_timeout
 from torch_fdattn.dist.tensor_parallel import auto
+from torch_fdattn.ops.library import INTERPRET
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +76,15 @@ def hierarchies(rank_device: torch.device) -> list[tuple[str, str]]:
 def _same_seed_everywhere(group: str) -> None:
     """Replicated inputs are drawn alike on all ranks."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _patient() -> Iterator[None]:
+    """Interpreted ranks on a machine that is slow for a while are no lost ones; tests of lost ranks set limits of their own."""
+    if INTERPRET:
+        set_timeout(60)
+    yield
+    set_timeout(10)
 
 
 @pytest.fixture

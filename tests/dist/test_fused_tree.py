@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_fdattn.dist import chosen_strategy, decode, set_timeout
+from torch_fdattn.dist import chosen_strategy, decode
 from torch_fdattn.dist.decode.one_sided import ONE_SIDED
 from torch_fdattn.ops.library import INTERPRET, launches
 
@@ -14,12 +14,9 @@ from .test_rank_invariant import HALF, alone, expect_same_bits  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
-def _kernels(rank_device: torch.device):
+def _kernels(rank_device: torch.device) -> None:
     if rank_device.type == "cpu" and not INTERPRET:
         pytest.skip("tests a kernel: needs a CUDA device or TRITON_INTERPRET=1")
-    set_timeout(60)  # interpreted ranks on a machine that is slow for a while are no lost ones
-    yield
-    set_timeout(10)
 
 
 @pytest.mark.parametrize(
