@@ -212,7 +212,17 @@ def _attended(group: str, x: Tensor) -> None:
     torch_fdattn.dist.ring_attention(q, q, q, group=group, strategy="all_gather")
 
 
-@pytest.mark.parametrize("gather", [_gathered_by_ops, _decoded, _attended])
+def _trained(group: str, x: Tensor) -> None:
+    """The backward gathers inside a mode that sees torch's functions."""
+    shards = torch_fdattn.dist.SequenceShards.contiguous(
+        4 * dist.get_world_size(), dist.get_world_size()
+    )
+    q = torch.ones(1, 2, 4, 16, device=x.device, requires_grad=True)
+    with torch_fdattn.dist.context_parallel(group, shards=shards, strategy="all_gather"):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+@pytest.mark.parametrize("gather", [_gathered_by_ops, _decoded, _attended, _trained])
 def test_no_functional_gathers_outside_of_graphs(group, rank_device, gather) -> None:
     """Over gloo they corrupt memory now and then (`collectives.all_gather`)."""
     x = torch.ones(3, 2, device=rank_device)

@@ -20,7 +20,7 @@ without `torch.distributed`'s wrappers, which cost the host as much as a launch.
 
 Sums are taken in the tensor's dtype, as NCCL users expect. `rows` lists how many rows each rank has;
 None means as many on every rank. Only where the numbers differ are rows padded to the largest, or, where
-that would double what is scattered, summed by everyone. Zero rows are legal. Everything is built on
+that would double what is scattered, summed by everyone. Zero rows are legal. Everything else is built on
 `torch.ops._c10d_functional`, which NCCL and gloo both serve and torch.compile traces; rank and world size
 are arguments of the ops for the reason given in `dist/decode/op.py`.
 """
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.nn import Parameter
 
 from torch_fdattn import checks
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, wants_gradients
@@ -53,8 +54,7 @@ def split_evenly(total: int, parts: int) -> list[int]:
 
 
 class _Ranks(NamedTuple):
-    """How many rows each rank has (meaningless to `all_reduce` and `spread`), and which rank this is.
-    that nobody traces or differentiates."""
+    """How many rows each rank has (meaningless to `all_reduce` and `spread`), and which rank this is."""
 
     rows: Sequence[int]
     rank: int
@@ -77,7 +77,7 @@ def all_gather(x: Tensor, world_size: int, group_name: str) -> Tensor:
     differentiable.
     """
     x = x.contiguous()
-    if not library.can_call_kernel(x):
+    if library.ops_are_watched() or type(x) not in (Tensor, Parameter) or x.is_neg():
         gathered = _C10D.all_gather_into_tensor(x, world_size, group_name)
         return _C10D.wait_tensor(gathered)
     # On CPUs too: gloo's threads write the name of what they have done last into one string, without a lock (torch 2.11 to

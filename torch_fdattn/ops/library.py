@@ -59,9 +59,13 @@ _MODES = _MODES.raw_repr() & ~torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).
 
 def is_watched() -> bool:
     """Whether a mode, a functorch transform, forward-mode differentiation or a tracer is active."""
+    return bool(_len_torch_function_stack()) or ops_are_watched()
+
+
+def ops_are_watched() -> bool:
+    """As `is_watched`, but for modes that see torch's functions alone."""
     return bool(
         _included_keys().raw_repr() & _MODES
-        or _len_torch_function_stack()
         or forward_ad._current_level >= 0
         or _get_tracing_state() is not None
     )

@@ -1,4 +1,4 @@
-"""Strategy `all_gather`: one packed functional collective over the partial states, then the merge.
+"""Strategy `all_gather`: one packed collective over the partial states, then the merge.
 
 What travels: every rank's fp32 rows, to every rank, which merges all W parts in rank order, so that all
 ranks hold the same bits. With head_sharded an all-to-all takes to each rank the rows of its heads alone.

@@ -1,6 +1,6 @@
 """The op `fdattn::dist_decode`: attention over a KV cache whose positions are sharded over ranks.
 
-A composite of raw ops and functional collectives, so that torch.compile sees each of them. Rank and world
+A composite of raw ops and collectives, functional ones in graphs, so that torch.compile sees each of them. Rank and world
 size are arguments: torch keys its compile caches by the graph that Dynamo saw, which ranks share, and a
 rank read inside the op would hand one rank's compiled graph to the others. The
 gradient needs no collective merge: with the global (out, lse) saved, `attention_backward` over the

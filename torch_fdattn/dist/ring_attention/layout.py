@@ -1,4 +1,4 @@
-"""From sequence shards to all positions and back, by functional collectives.
+"""From sequence shards to all positions and back, by collectives.
 
 x is (…, S, D) with the sequence in dim -2. Uneven shards travel by all-to-alls with split sizes, which no
 padding slows down; sums are taken in rank order on the receiving rank, so that their bits do not depend on
