@@ -16,9 +16,7 @@ from .tables import is_loss, markdown_table, opposite, peer_ratios, ratio_text, 
 _H100 = "H100-80GB-HBM3"
 #: What the captions of older figures say.
 LAUNCH_LAYER = "2026-11-27T14:01:00Z"
-EAGER_NOTE = (
-    "Eager calls of before 2026-11-27, 14:01 UTC, are those of before the launch layer (fb42e1f)."
-)
+EAGER_NOTE = "Eager calls before 2026-11-27 14:01 lack fb42e1f's launch layer."
 NOTE = (
     "Each row compares ours (with its strategy) with the fastest peer of that row. "
     "**Bold**: ours is slower, as far as two digits show it. Below each table: GPU, commit, date. cuDNN and FlashAttention-2 take no lengths "
