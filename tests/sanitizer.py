@@ -32,9 +32,16 @@ DRAWN = {
     "serving": "tests/ops/decode/test_serving_drawn.py::test_drawn",
     "append_kv": "tests/ops/append_kv/test_append_drawn.py::test_drawn",
     "merge_states": "tests/ops/merge_states/test_merge_drawn.py::test_drawn",
+    "hopper": "tests/ops/attention/test_hopper_drawn.py::test_drawn",
+    "hopper_varlen": "tests/ops/varlen_attention/test_varlen_hopper_drawn.py::test_drawn",
+    "hopper_fp8": "tests/ops/attention_fp8/test_fp8_hopper_drawn.py::test_drawn",
 }
 #: Taken whole: what drawn cases are too short to reach.
-FILES = {"row_ranges": "tests/ops/attention/test_row_ranges.py"}
+FILES = {
+    "row_ranges": "tests/ops/attention/test_row_ranges.py",
+    "hopper_pairs": "tests/ops/attention/test_hopper.py::test_few_queries_of_many_heads",
+    "hopper_pages": "tests/ops/varlen_attention/test_varlen_hopper_pages.py",
+}
 
 
 @dataclass(frozen=True)
