@@ -87,12 +87,13 @@ COMPILE_CASES: tuple[CompileCase, ...] = (
     CompileCase("train", 2, 16, 16, 4096, 64),
     CompileCase("train-llama", 1, 16, 8, 8192, 128, layers=8),
     CompileCase("train-llama", 1, 16, 8, 32768, 128, layers=8),
+    CompileCase("prefill-causal", 2, 32, 8, 8192, 128),
     CompileCase("prefill", 8, 32, 8, 2048, 128),
     CompileCase("decode", 16, 32, 8, 4096, 128),
     CompileCase("train", 8, 16, 16, 1024, 64),
     *(
         CompileCase(use, 2, 4, 2 if use != "train" else 4, 32, 16, "fp32", True)
-        for use in ("prefill", "decode", "train", "train-llama")
+        for use in ("prefill", "prefill-causal", "decode", "train", "train-llama")
     ),
 )
 

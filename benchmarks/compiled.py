@@ -2,11 +2,12 @@
 
 Random weights, a few layers, the sizes of the real models; the model code is transformers' own, its attention "sdpa":
 
-    prefill     Llama-3-8B, a 2-D padding mask of which an eighth is padding in every second sequence
-    decode      Llama-3-8B, one token against a full static cache (its length is set back in every call)
-    train       T5-large's encoder, forward and backward: its relative positions are an additive bias with gradient
-    train-llama a Llama of hidden size 2048, forward and backward; Inductor also with cuDNN's attention asked for, with
-                grouped heads and with keys and values repeated for each query head, whichever is faster there
+    prefill         Llama-3-8B, a 2-D padding mask of which an eighth is padding in every second sequence
+    prefill-causal  the same without padding; Inductor also with cuDNN's attention asked for, with grouped heads and
+                    with keys and values repeated for each query head, whichever is faster there
+    decode          Llama-3-8B, one token against a full static cache (its length is set back in every call)
+    train           T5-large's encoder, forward and backward: its relative positions are an additive bias with gradient
+    train-llama     a Llama of hidden size 2048, forward and backward, beside what prefill-causal has
 
 Forward and step by event timing behind a flushed L2, decode in a CUDA graph, and what an eager decode step costs the
 host. `compile_ms` is a first call after `torch._dynamo.reset()` with empty caches on disk, where our own kernels
@@ -55,7 +56,7 @@ class Backend(Implementation):
         return missing("transformers")
 
     def uses(self, case: CompileCase) -> bool:
-        return not self.by_cudnn or case.use == "train-llama"
+        return not self.by_cudnn or case.use in ("train-llama", "prefill-causal")
 
     def apply(self, fn: Callable) -> Callable:
         from torch_fdattn.compile_backend import fdattn  # by itself: a checkout has no entry points
@@ -141,7 +142,9 @@ class _Measurement:
 
     def _times(self, steps: dict[str, Step]) -> None:
         timer, use = self.run.timer, self.case.use
-        metric = {"prefill": "fwd_us", "decode": "graph_us"}.get(use, "step_ms")
+        metric = {"prefill": "fwd_us", "prefill-causal": "fwd_us", "decode": "graph_us"}.get(
+            use, "step_ms"
+        )
         scale = 1e-3 if metric == "step_ms" else 1.0
         samplers = {}
         for name, step in steps.items():
@@ -230,6 +233,21 @@ def _prefill(case: CompileCase, device: torch.device, attention: str) -> tuple[C
     return fn, step
 
 
+def _prefill_causal(
+    case: CompileCase, device: torch.device, attention: str
+) -> tuple[Callable, Callable]:
+    model, tokens = _llama(case, device, attention), _tokens(case, case.kv_len, device)
+
+    def fn(tokens: Tensor) -> Tensor:
+        return model(tokens, use_cache=False)[0]
+
+    def step(fn: Callable) -> Tensor:
+        with torch.no_grad():
+            return fn(tokens)
+
+    return fn, step
+
+
 def _decode(case: CompileCase, device: torch.device, attention: str) -> tuple[Callable, Callable]:
     import transformers
 
@@ -292,4 +310,6 @@ def _train(case: CompileCase, device: torch.device, attention: str) -> tuple[Cal
     return fn, step
 
 
-_USES = {"prefill": _prefill, "decode": _decode, "train": _train, "train-llama": _train_llama}
+_USES = {
+    "prefill": _prefill, "prefill-causal": _prefill_causal, "decode": _decode, "train": _train, "train-llama": _train_llama,
+}  # fmt: skip

@@ -144,7 +144,7 @@ class DecodeCase(Case):
 
 @dataclass(frozen=True)
 class CompileCase(Case):
-    """Layers of a model under torch.compile (`compiled.py`); use: prefill, decode, train or train-llama."""
+    """Layers of a model under torch.compile (`compiled.py`); use: a key of its `_USES`."""
 
     use: str
     batch: int

@@ -39,7 +39,7 @@ DRAWN = {
 #: Taken whole: what drawn cases are too short to reach.
 FILES = {
     "row_ranges": "tests/ops/attention/test_row_ranges.py",
-    "hopper_pairs": "tests/ops/attention/test_hopper.py::test_few_queries_of_many_heads",
+    "hopper_pairs": "tests/ops/attention/test_hopper_pairs.py",
     "hopper_pages": "tests/ops/varlen_attention/test_varlen_hopper_pages.py",
 }
 

@@ -82,6 +82,10 @@ _OF_FORWARD = (
         "q_len <= ROWS.value", "q_len <= 2 * ROWS.value", HOPPER_PAIRS,
     ),
     Fault(
+        "pairs of so few heads that each has a SM", f"{_FORWARD}/launch.py",
+        " and tiles > num_sms(q.device)", "", HOPPER_PAIRS,
+    ),
+    Fault(
         "pairs where queries do not fit", f"{_FORWARD}/tiles.py",
         "queries.length <= ROWS)", "queries.length <= ROWS + 1)", HOPPER_FORWARD_TILES,
     ),

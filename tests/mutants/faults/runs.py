@@ -40,7 +40,7 @@ HOPPER_PAIRS = Tests(
 )
 HOPPER_FEW_QUERIES_ON_GPU = Tests(
     "Hopper's forward of few queries, on a GPU",
-    (f"{_OPS}/attention/test_hopper.py",),
+    (f"{_OPS}/attention/test_hopper_pairs.py",),
     keyword="test_few_queries_of_many_heads",
     needs_sm_90=True,
 )

@@ -78,16 +78,6 @@ def test_values_that_come_later_than_products_need_them(head_dim):
     check(q, k, v)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize(("queries", "heads"), [(17, 8), (64, 8), (65, 8), (64, 6), (33, 4)])
-def test_few_queries_of_many_heads(queries, heads, head_dim, causal):
-    """More tiles than SMs, so that two heads of two, three or four share one."""
-    q = normal(70, heads, queries, head_dim)
-    k, v = (normal(70, 2, 300, head_dim) for _ in range(2))
-    check(q, k, v, Mask(window_right=0 if causal else -1))
-
-
 @pytest.mark.parametrize("head_dim", [40, 72, 96, 192, 248])
 @pytest.mark.parametrize("causal", [False, True])
 def test_other_head_dims(causal, head_dim):
@@ -101,26 +91,27 @@ def test_other_head_dims(causal, head_dim):
     check(q, k, v, Mask(window_right=0 if causal else -1))
 
 
+@pytest.mark.parametrize("heads", [4, 48])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("lens", "kv_lens"),
     [([500, 0, 1, 129, 64], None), ([30] * 40, None), ([1], None), ([100, 64, 7], [700, 0, 128]), ([300], [128])],
 )  # fmt: skip
-def test_packed_sequences(lens, kv_lens, causal, head_dim):
-    """Between tokens of no sequence, which see no key, and whose values are NaN."""
+def test_packed_sequences(lens, kv_lens, causal, head_dim, heads):
+    """Between tokens of no sequence, which see no key, and whose values are NaN. Of 48 heads, which share tiles, too."""
     from torch_fdattn.launch.launches import run
     from torch_fdattn.ops.attention.hopper.launch import forward_launch
 
     ends, kv_ends = ([5, *itertools.accumulate(x, initial=5)][1:] for x in (lens, kv_lens or lens))
-    q = normal(1, 4, ends[-1] + 70, head_dim)
+    q = normal(1, heads, ends[-1] + 70, head_dim)
     k, v = (normal(1, 2, kv_ends[-1] + 3, head_dim) for _ in range(2))
     for x, last in ((q, ends[-1]), (k, kv_ends[-1]), (v, kv_ends[-1])):
         x[:, :, :5] = x[:, :, last:] = torch.nan
     packed = Packed(int32(*ends, device="cuda"), kv_lens and int32(*kv_ends, device="cuda"))
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[1:3], torch.nan, device="cuda")
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    sinks, slopes = torch.randn(4, device="cuda"), torch.rand(4, device="cuda") / 8
+    sinks, slopes = torch.randn(heads, device="cuda"), torch.rand(heads, device="cuda") / 8
     scores = Scores(alibi_slopes=slopes, sinks=sinks)
     options = AttentionOptions(Mask(window_right=0 if causal else -1), head_dim**-0.5, scores)
     run((forward_launch(q, k, v, options, out, lse, counter, packed),))

@@ -125,12 +125,13 @@ def forward_launch(
         and scales is None
     )
     tiles, sequences, begins = cdiv(q_len, tile_rows) * batch * heads, batch, (None, None)
-    pairs = heads // kv_heads % 2 == 0  # `tiles.Call`: whether two heads may share a tile
     if packed is not None:
         tiles, sequences = packed.blocks(q_len, tile_rows) * heads, packed.sequences
         begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
-    else:
-        pairs = pairs and q_len <= ROWS.value and tiles > num_sms(q.device)
+    # `tiles.Call`: whether two heads may share a tile. A tile of each for every SM ends sooner.
+    pairs = heads // kv_heads % 2 == 0 and tiles > num_sms(q.device)
+    if packed is None:
+        pairs = pairs and q_len <= ROWS.value
         tiles //= 1 + pairs
     block, pages = [1, 1, keys, dim], (None, None, None)
     if packed is not None and packed.page_table is not None:
