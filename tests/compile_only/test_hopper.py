@@ -148,7 +148,7 @@ def test_a_bias_of_earlier_keys_is_one_instruction_a_score():
 @pytest.mark.parametrize(
     ("heads", "even"), [(2, False), (4, True), (6, False), (8, True), (12, True)]
 )
-@pytest.mark.parametrize(("batch", "queries"), [(1, 1), (1, 64), (100, 1), (100, 64), (100, 65), (100, 128)])  # fmt: skip
+@pytest.mark.parametrize(("batch", "queries"), [(1, 1), (1, 64), (100, 1), (100, 64), (100, 65), (100, 128), (30, 64), (1, 20_000)])  # fmt: skip
 def test_heads_share_a_tile(batch, queries, heads, even, packed):
     """Of two KV heads, where there are more tiles than SMs and queries fill half of one, which the device knows of packed ones."""
     shape = (1, heads, batch * queries) if packed else (batch, heads, queries)
@@ -157,10 +157,10 @@ def test_heads_share_a_tile(batch, queries, heads, even, packed):
     ends = Packed(meta(batch + 1, **INT), meta(batch + 1, **INT)) if packed else None
     made = forward_launch(q, k, k, AttentionOptions(), q, meta(*shape), meta(1, **INT), ends)
     given = dict(zip(made.kernel.arg_names, made.arguments, strict=False))
-    assert given["pairs"] == (even and batch > 1 and (packed or queries <= 64))
+    tiles = -(-queries // 128) * batch * heads
+    assert given["pairs"] == (even and tiles > num_sms(q.device) and (packed or queries <= 64))
     if not packed:
-        tiles = -(-queries // 128) * batch * heads // (1 + given["pairs"])
-        assert made.grid[0] == min(tiles, num_sms(q.device))
+        assert made.grid[0] == min(tiles // (1 + given["pairs"]), num_sms(q.device))
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,12 @@ _OF_FORWARD = (
         "q_len <= ROWS.value", "q_len <= 2 * ROWS.value", HOPPER_PAIRS,
     ),
     Fault(
+        "pairs of as many short sequences as SMs", f"{_FORWARD}/launch.py",
+        "max(tiles, sequences * heads) > num_sms", "packed.blocks(q_len, 128) * heads > num_sms", HOPPER_PAIRS,
+    ),
+    Fault(
         "pairs of so few heads that each has a SM", f"{_FORWARD}/launch.py",
-        " and tiles > num_sms(q.device)", "", HOPPER_PAIRS,
+        " and max(tiles, sequences * heads) > num_sms(q.device)", "", HOPPER_PAIRS,
     ),
     Fault(
         "pairs where queries do not fit", f"{_FORWARD}/tiles.py",

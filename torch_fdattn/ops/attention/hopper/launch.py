@@ -124,13 +124,14 @@ def forward_launch(
         and not scores.softcap
         and scales is None
     )
-    tiles, sequences, begins = cdiv(q_len, tile_rows) * batch * heads, batch, (None, None)
+    tiles = cdiv(q_len, tile_rows) * batch * heads
+    sequences, begins = batch if packed is None else packed.sequences, (None, None)
+    # `tiles.Call`: whether two heads may share a tile, which takes longer: not while each can have a SM.
+    pairs = heads // kv_heads % 2 == 0 and max(tiles, sequences * heads) > num_sms(q.device)
     if packed is not None:
-        tiles, sequences = packed.blocks(q_len, tile_rows) * heads, packed.sequences
+        tiles = packed.blocks(q_len, tile_rows) * heads
         begins = packed.cu_seqlens_q.contiguous(), packed.begins_of_keys.contiguous()
-    # `tiles.Call`: whether two heads may share a tile. A tile of each for every SM ends sooner.
-    pairs = heads // kv_heads % 2 == 0 and tiles > num_sms(q.device)
-    if packed is None:
+    else:
         pairs = pairs and q_len <= ROWS.value
         tiles //= 1 + pairs
     block, pages = [1, 1, keys, dim], (None, None, None)
