@@ -1,6 +1,6 @@
 """Ring attention drawn over masks, documents, shards, heads, dtypes and strategies, against one process: `make drawn-rings`.
 
-    torchrun --nproc-per-node 2 -m tests.dist.drawn_rings [--count 500] [--first 0] [--strategy one_sided]
+    torchrun --nproc-per-node 2 -m tests.dist.drawn_rings [--count 500] [--first 0] [--strategy one_sided] [--limit-s 600]
 
 Each rank draws the same case: which keys are seen (causal, windows on either side, documents, chunks, prefixes, lengths, a
 boolean or additive mask), scores (scale, softcap, ALiBi, sinks, dropout), shards (even, zigzag, balanced, uneven, empty, any), groups of heads, and
@@ -16,6 +16,7 @@ import math
 import os
 import random
 import sys
+import time
 from collections import Counter
 from datetime import timedelta
 
@@ -257,6 +258,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--strategy", choices=(*STRATEGIES, "one_sided"))
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no case begins after it")
     asked = parser.parse_args()
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if cuda:
@@ -264,6 +266,7 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))
     hierarchies, counted, wrong = meshes(device.type), Counter(), 0
+    start = time.monotonic()
     for seed in range(asked.first, asked.first + asked.count):
         case, said = Case(seed, asked.strategy, hierarchies), None
         try:
@@ -272,11 +275,15 @@ def main() -> int:
             said = f"rank {dist.get_rank()}: {error}"
         texts: list = [None] * case.world
         dist.all_gather_object(texts, said)
+        late = [time.monotonic() - start > asked.limit_s]  # by rank 0's clock
+        dist.broadcast_object_list(late)
         counted[case.strategy] += 1
         if any(texts):
             wrong += 1
             if dist.get_rank() == 0:
                 print(f"seed {seed}, {case}:\n  " + "\n  ".join(filter(None, texts)), flush=True)
+        if late[0]:
+            break
     if dist.get_rank() == 0:
         of = ", ".join(f"{n} {name}" for name, n in sorted(counted.items()))
         print(
