@@ -67,7 +67,9 @@ _NUMERIC = ("length", "batch", "dim", "page")  # points of other axes are not jo
 # An implementation has one colour in all plots, whoever else is in them; a variant of it is dotted.
 _COLOURS = {
     name: f"C{i}"
-    for i, name in enumerate(("fdattn", "cudnn", "fa2", "fa3", "flashinfer", "flex", "eager"))
+    for i, name in enumerate(
+        ("fdattn", "cudnn", "fa2", "fa3", "flashinfer", "flex", "eager", "fa4")
+    )
 }
 
 Series = list[tuple[str, Shape]]
