@@ -57,7 +57,7 @@ def newest_files(folder: Path = RESULTS_DIR) -> list[Path]:
 
 
 def section(folder: Path = RESULTS_DIR) -> str:
-    parts, distributed, linked = [], [], []
+    parts, distributed, linked, named = [], [], [], set[str]()
     for path in newest_files(folder):
         if _benchmark(path).startswith(_DISTRIBUTED):
             distributed.append(path)
@@ -67,9 +67,11 @@ def section(folder: Path = RESULTS_DIR) -> str:
             linked.append(link)
             continue
         run = Results.load(path)
-        parts.append(
-            f"### {_benchmark(path)}\n\n{render_summary(run)}\n{_caption(path, run)}From {link}.\n"
-        )
+        heading = _benchmark(path)
+        if heading in named:  # of another machine: a link must reach either
+            heading += " on {count} {gpu}".format(**run.meta)
+        named.add(heading)
+        parts.append(f"### {heading}\n\n{render_summary(run)}\n{_caption(path, run)}From {link}.\n")
     if distributed:
         parts.append(_distributed_section(distributed))
     if linked:

@@ -58,8 +58,8 @@ SUBJECTS = (
     Subject(
         "Attention, TFLOP/s",
         (
-            Rows(f"{_H100}x1_attention", "fwd_TFLOPs", "forward", _PREFILL),
-            Rows(f"{_H100}x1_attention", "bwd_TFLOPs", "backward", _PREFILL),
+            Rows("H200x1_attention", "fwd_TFLOPs", "forward", _PREFILL),
+            Rows("H200x1_attention", "bwd_TFLOPs", "backward", _PREFILL),
         ),
     ),
     Subject(
