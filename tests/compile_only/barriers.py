@@ -2,7 +2,7 @@
 
 Triton gives the memory of what is not used any more to something else, and a barrier's is undefined for that until
 `mbarrier.inval` (PTX ISA). The program's next tile lay there in a launch of dV, and was the barrier again, once in some hundred
-launches, after the GPU had changed between processes (docs/notes/hopper.md).
+launches, after the GPU had changed between processes (docs/notes/hopper-backward.md).
 """
 
 from __future__ import annotations

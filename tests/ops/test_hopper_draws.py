@@ -22,6 +22,7 @@ from torch_fdattn.testing import assert_launched, draw_hopper, draw_hopper_fp8, 
 from torch_fdattn.testing.hopper_cases import DESCRIBABLE, FP8_HEAD_DIMS, HEAD_DIMS, PAGES
 
 in_order = dense.in_order
+SMS = 132
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(dispatch, "_rows", lambda way, _, *kind: rows(way, "sm_90", *kind))
     monkeypatch.setattr(attention_fp8_op, "device_capability", lambda device: (9, 0))
     for module in (forward, backward, one_gradient_launch):
-        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+        monkeypatch.setattr(module, "num_sms", lambda device: SMS)
     monkeypatch.setattr(launches, "run", made.extend)
     return made
 
@@ -107,6 +108,9 @@ def test_what_draws_of_varlen_attention_have():
     expect(found, [*(f"pages of {x}" for x in PAGES), "pages behind a window True", "pages behind a window False"], 3)  # fmt: skip
     expect(found, [f"head dim {d}" for d in HEAD_DIMS], 2)
     assert sum(map(varlen.is_trained, cases)) >= 10
+    shared = [x for x in cases if x.heads // x.kv_heads % 2 == 0 and x.heads * len(x.q_lens) > SMS]
+    expect(counts(shared), ("causal", "window"), 2)
+    assert sum(case.page > 0 for case in shared) >= 3 <= sum(case.page == 0 for case in shared)
     trained = counts(filter(varlen.is_trained, cases))
     expect(trained, (*SCORES, "causal", "window", "kv_lens", "positions"), 2)
 

@@ -18,7 +18,7 @@ def set_deterministic(enabled: bool, seed: int | None = None) -> None:
 
     Every forward has the same bits on every run whatever is set here, and every backward but that of Hopper's kernel
     up to head dim 128: its tiles add to dQ in the order in which they come. With `enabled`, or torch.use_deterministic_algorithms(True),
-    dQ has a launch of its own, and one order; what it costs is in docs/notes/hopper.md.
+    dQ has a launch of its own, and one order; what it costs is in docs/notes/hopper-backward.md.
 
     What is left to chance are the seeds that dropout draws where it is given none. By default they come from torch's generator of the device, and `torch.manual_seed` repeats them; with a seed here they come
     from a generator of their own, which each such call of `set_deterministic` starts anew and which no other

@@ -48,14 +48,17 @@ def draw_hopper_fp8(seed: int) -> FeatureCase:
 
 
 def draw_hopper_varlen(seed: int) -> VarlenCase:
-    """A call of varlen_attention: of packed keys by even seeds, of keys on pages by odd ones."""
+    """A call of varlen_attention: of packed keys by even seeds, of keys on pages by odd ones; a quarter of short sequences,
+    so many that heads of a group share tiles."""
     rng = random.Random(f"hopper varlen {seed}")
     head_dim, page = HEAD_DIMS[seed // 2 % 11], PAGES[seed // 2 % 5] if seed % 2 else 0
-    batch = rng.choice((1, 2, 3, 3, 4, 5))
-    q_lens = tuple(rng.choice((0, _length(rng, 700), _length(rng, 400))) for _ in range(batch))
+    many = seed % 8 in (2, 3)
+    batch = rng.randint(18, 30) if many else rng.choice((1, 2, 3, 3, 4, 5))
+    long, short, keys = (128, 128, 300) if many else (700, 400, 900)
+    q_lens = tuple(rng.choice((0, _length(rng, long), _length(rng, short))) for _ in range(batch))
     kv_sizes, rest = q_lens, (rng.choice((0, 5, 67, 131)),) * 2
     if page or rng.random() < 0.5:
-        kv_sizes = tuple(rng.choice((0, _length(rng, 900), n + rng.randint(0, 500))) for n in q_lens)  # fmt: skip
+        kv_sizes = tuple(rng.choice((0, _length(rng, keys), n + rng.randint(0, 500))) for n in q_lens)  # fmt: skip
         rest = rest[0], 0 if page else rng.choice((0, 7, 131))
     if not sum(q_lens) + rest[0]:
         q_lens = (*q_lens[:-1], 1)
@@ -73,7 +76,8 @@ def draw_hopper_varlen(seed: int) -> VarlenCase:
                 n if n > longest[1] else min(n, size) for n, size in zip(given, kv_sizes, strict=True)
             )  # fmt: skip
         kv_sizes = (-(-longest[1] // page) * page,) * batch
-    kv_heads, group = rng.choice((1, 2, 3)), rng.choice((1, 2, 3, 4, 5))
+    kv_heads = rng.choice((2, 3) if many else (1, 2, 3))
+    group = 4 if many else rng.choice((1, 2, 3, 4, 5))
     return VarlenCase(
         seed, q_lens, kv_sizes, kv_heads * group, kv_heads, head_dim, head_dim, rng.choice(_HALF), _TILE,
         tuple(rng.choice(DESCRIBABLE) for _ in range(3)), rest, page, **mask, **_scores(rng),

@@ -82,11 +82,12 @@ _OF_FORWARD = (
         "q_len <= ROWS.value", "q_len <= 2 * ROWS.value", HOPPER_PAIRS,
     ),
     Fault(
-        "pairs of as many short sequences as SMs", f"{_FORWARD}/launch.py",
-        "max(tiles, sequences * heads) > num_sms", "packed.blocks(q_len, 128) * heads > num_sms", HOPPER_PAIRS,
+        "blocks of no tokens counted as tiles of pairs", f"{_FORWARD}/launch.py",
+        "max(tiles, sequences * heads) > num_sms",
+        "(tiles if packed is None else packed.blocks(q_len, 128) * heads) > num_sms", HOPPER_PAIRS,
     ),
     Fault(
-        "pairs of so few heads that each has a SM", f"{_FORWARD}/launch.py",
+        "pairs of so few heads that each has an SM", f"{_FORWARD}/launch.py",
         " and max(tiles, sequences * heads) > num_sms(q.device)", "", HOPPER_PAIRS,
     ),
     Fault(

@@ -134,10 +134,11 @@ def test_packed_sequences(lens, kv_lens, causal, head_dim, heads):
 
 @pytest.mark.parametrize(("head_dim", "page"), [(64, 16), (64, 128), (64, 1024), (96, 32), (128, 16), (128, 64), (128, 256), (192, 256), (256, 16), (256, 64), (256, 128)])  # fmt: skip
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (150, 0)])
-def test_packed_sequences_over_pages(window, page, head_dim):
-    """In any order, between pages of NaN, and with numbers behind the lengths that no page has."""
+@pytest.mark.parametrize("heads", [4, 48])
+def test_packed_sequences_over_pages(heads, window, page, head_dim):
+    """In any order, between pages of NaN, and with numbers behind the lengths that no page has. Of 48 heads, which share tiles, too."""
     lens, kv_lens = [100, 1, 200], [700, 129, 200]
-    q = normal(sum(lens), 4, head_dim)
+    q = normal(sum(lens), heads, head_dim)
     pages = torch.full((200, 2, page, head_dim), torch.nan, device="cuda").bfloat16()
     k, v = pages, pages.clone()
     table = torch.full((3, 1024 // page), 1 << 20, dtype=torch.int32)

@@ -27,7 +27,7 @@ def test_few_queries_of_many_heads(queries, heads, head_dim, causal):
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("feature", ["lengths", "positions", "window", "softcap", "slopes of sequences", "sinks"])  # fmt: skip
 def test_few_queries_of_many_heads_with(feature, head_dim):
-    """The second head's slopes, sinks and lengths are its own, and rows that see no key those of either."""
+    """Each head of a pair has its own slopes and sinks; lengths and positions are both heads'. Some rows see no key."""
     q = normal(40, 8, 33, head_dim)
     k, v = (normal(40, 2, 300, head_dim) for _ in range(2))
     options, lens = dict(causal=True), None

@@ -126,7 +126,8 @@ def forward_launch(
     )
     tiles = cdiv(q_len, tile_rows) * batch * heads
     sequences, begins = batch if packed is None else packed.sequences, (None, None)
-    # `tiles.Call`: whether two heads may share a tile, which takes longer: not while each can have a SM.
+    # Whether two heads may share a tile (`tiles.Call`). Such a tile takes longer, so only where tiles are more than SMs. Of
+    # packed sequences the host knows no lengths: it counts a tile of each head for each sequence, or for each 128 tokens.
     pairs = heads // kv_heads % 2 == 0 and max(tiles, sequences * heads) > num_sms(q.device)
     if packed is not None:
         tiles = packed.blocks(q_len, tile_rows) * heads
