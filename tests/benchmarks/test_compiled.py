@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 TINY = select(COMPILE_CASES, "tiny", tiny_only=True)
 METRICS = {
     "prefill": {"fwd_us", "compile_ms"},
+    "prefill-causal": {"fwd_us", "compile_ms"},
     "decode": {"graph_us", "host_us", "compile_ms"},
     "train": {"step_ms", "compile_ms"},
     "train-llama": {"step_ms", "compile_ms"},
