@@ -214,6 +214,18 @@ def _built(kind: type, config: object, case: CompileCase, device: torch.device) 
         return kind(config).to(DTYPES[case.dtype])
 
 
+def _causal(
+    case: CompileCase, device: torch.device, attention: str
+) -> tuple[Callable, Tensor, nn.Module]:
+    """(function of tokens, tokens, model) of sequences without padding."""
+    model = _llama(case, device, attention)
+
+    def fn(tokens: Tensor) -> Tensor:
+        return model(tokens, use_cache=False)[0]
+
+    return fn, _tokens(case, case.kv_len, device), model
+
+
 def _tokens(case: CompileCase, length: int, device: torch.device) -> Tensor:
     made = generator(device, 1)
     return torch.randint(1024, (case.batch, length), generator=made, device=device)
@@ -238,10 +250,7 @@ def _prefill(case: CompileCase, device: torch.device, attention: str) -> tuple[C
 def _prefill_causal(
     case: CompileCase, device: torch.device, attention: str
 ) -> tuple[Callable, Callable]:
-    model, tokens = _llama(case, device, attention), _tokens(case, case.kv_len, device)
-
-    def fn(tokens: Tensor) -> Tensor:
-        return model(tokens, use_cache=False)[0]
+    fn, tokens, _ = _causal(case, device, attention)
 
     def step(fn: Callable) -> Tensor:
         with torch.no_grad():
@@ -277,10 +286,7 @@ def _decode(case: CompileCase, device: torch.device, attention: str) -> tuple[Ca
 def _train_llama(
     case: CompileCase, device: torch.device, attention: str
 ) -> tuple[Callable, Callable]:
-    model, tokens = _llama(case, device, attention), _tokens(case, case.kv_len, device)
-
-    def fn(tokens: Tensor) -> Tensor:
-        return model(tokens, use_cache=False)[0]
+    fn, tokens, model = _causal(case, device, attention)
 
     def step(fn: Callable) -> Tensor:
         model.zero_grad(set_to_none=True)
