@@ -3,8 +3,9 @@
 Random weights, a few layers, the sizes of the real models; the model code is transformers' own, its attention "sdpa":
 
     prefill         Llama-3-8B, a 2-D padding mask of which an eighth is padding in every second sequence
-    prefill-causal  the same without padding; Inductor also with cuDNN's attention asked for, with grouped heads and
-                    with keys and values repeated for each query head, whichever is faster there
+    prefill-causal  the same without padding; Inductor also with cuDNN's causal attention, with grouped heads and with
+                    keys and values repeated for each query head: transformers 5 gives compiled models a mask of all
+                    pairs under torch before 2.14, and repeats keys and values for it
     decode          Llama-3-8B, one token against a full static cache (its length is set back in every call)
     train           T5-large's encoder, forward and backward: its relative positions are an additive bias with gradient
     train-llama     a Llama of hidden size 2048, forward and backward, beside what prefill-causal has
@@ -47,7 +48,7 @@ class Backend(Implementation):
     options: dict[str, object] | None = None  # the backend's
 
     def __init__(self, name: str, attention: str = "sdpa", by_cudnn: bool = False) -> None:
-        """attention: the model's, of transformers' or `_repeated`; by_cudnn: SDPA takes cuDNN's kernels or fails."""
+        """attention: the model's, of transformers' or `_CAUSAL`; by_cudnn: SDPA takes cuDNN's kernels or fails."""
         self.name, self.attention, self.by_cudnn = name, attention, by_cudnn
 
     def available(self, device: torch.device) -> str | None:
@@ -75,8 +76,8 @@ def _by_cudnn(fn: Callable, *inputs: Tensor) -> Tensor:
 
 #: The eager model first: the others are compared with what it gives.
 BACKENDS = (
-    Backend("eager"), Backend("fdattn"), Backend("inductor"), Backend("inductor-cudnn", by_cudnn=True),
-    Backend("inductor-cudnn-repeated", "repeated", by_cudnn=True),
+    Backend("eager"), Backend("fdattn"), Backend("inductor"),
+    Backend("inductor-cudnn", "grouped", by_cudnn=True), Backend("inductor-cudnn-repeated", "repeated", by_cudnn=True),
 )  # fmt: skip
 
 
@@ -108,9 +109,7 @@ class _Measurement:
         expected: Tensor | None = None
         steps: dict[str, Step] = {}
         for backend in self.backends:
-            # The key of AOTAutograd's cache does not have what SDPA was told to take: it would give Inductor's own program.
-            fresh = torch._functorch.config.patch(enable_autograd_cache=not backend.by_cudnn)
-            with self.guard(backend.name, "first call"), fresh:
+            with self.guard(backend.name, "first call"):
                 torch._dynamo.reset()
                 begin = time.perf_counter()
                 step = self._made(backend)
@@ -183,13 +182,23 @@ class _Measurement:
         self.run.record(self.case.name, "compile_ms", samplers)
 
 
-def _repeated(
+def _grouped(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask, dropout=0.0, scaling=None, **_
 ):
-    """Attention of transformers' models with keys and values repeated for each query head, causal."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+    """Causal attention of transformers' models without their mask; keys and values as they are."""
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+    )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _repeated(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask, **options):
+    """The same with keys and values repeated for each query head."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return _grouped(module, q, k, v, mask, **options)
+
+
+_CAUSAL = {"grouped": _grouped, "repeated": _repeated}
 
 
 def _llama(case: CompileCase, device: torch.device, attention: str) -> nn.Module:
@@ -197,8 +206,9 @@ def _llama(case: CompileCase, device: torch.device, attention: str) -> nn.Module
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register("repeated", _repeated)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("repeated", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for name, causal in _CAUSAL.items():
+        ALL_ATTENTION_FUNCTIONS.register(name, causal)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     hidden = case.heads * case.head_dim
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_hidden_layers=case.layers, vocab_size=1024,
