@@ -48,11 +48,6 @@ _TRAIN, _TRAIN_CHANGED = "compile-train", "2026-11-27T12:56:00Z"
 _TRAIN_NOTE = (
     "The backend makes another graph of a training step now: these are figures of the commit above."
 )
-#: Until then the program of `inductor-cudnn` was plain Inductor's, out of AOTAutograd's cache.
-_GROUPED_CUDNN = "inductor-cudnn", "2026-11-30T16:00:00Z"
-_GROUPED_NOTE = (
-    "`inductor-cudnn` ran plain Inductor's program, out of a cache, and says nothing of cuDNN."
-)
 
 
 def newest_files(folder: Path = RESULTS_DIR) -> list[Path]:
@@ -89,9 +84,6 @@ def _caption(path: Path, run: Results) -> str:
     text = summary.eager_note([run]) if _benchmark(path) in _EAGER else ""
     if _benchmark(path) == _TRAIN and str(run.meta["date"]) < _TRAIN_CHANGED:
         text = _TRAIN_NOTE
-    impl, measured_since = _GROUPED_CUDNN
-    if str(run.meta["date"]) < measured_since and any(row.impl == impl for row in run.rows):
-        text = _GROUPED_NOTE
     if _benchmark(path) == "serve" and any(row.impl == "nano-vllm" for row in run.rows):
         return "nano-vllm's attention is FlashAttention-3's. "
     return f"**{text}** " if text else ""
