@@ -175,20 +175,30 @@ def call_of(form: Form, sequences: list[Sequence], dtype: torch.dtype, **options
     return partial(torch_fdattn.attention_fp8, q, k, v, *scales, lens, **options)
 
 
-def backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor], dtype: torch.dtype) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """A call of the raw backward, at SCALE."""
-    options = dict(window=form.window, scale=SCALE)
+def in_float32(form: Form, sequences: list[Sequence]) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A call of the raw forward of dense bfloat16 whose out is float32."""
+    q, k, v, lens = _dense(form, sequences, torch.bfloat16)
+    mask = Mask(kv_lens=lens, window_left=form.window[0], window_right=form.window[1])
+    scale = q.shape[3] ** -0.5
+    return partial(torch.ops.fdattn.attention_forward, q, k, v, *mask, scale, torch.float32)
+
+
+def backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor], dtype: torch.dtype, grad_dtype: torch.dtype | None = None, softcap: float = 0.0) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """A call of the raw backward, at SCALE; grad_dtype: of its results, by itself that of the inputs."""
+    options = dict(window=form.window, scale=SCALE, softcap=softcap)
     mask = Mask(window_left=form.window[0], window_right=form.window[1])
     if form.layout == "packed":
         q, k, v, where = _packed(form, sequences, dtype)
         out, lse = torch_fdattn.varlen_attention(q, k, v, **where, **options)
         dout = torch.cat(douts, 1).transpose(0, 1).to(dtype).contiguous()
         state = dout, None, q, k, v, out, lse, *where.values()
-        return partial(torch.ops.fdattn.varlen_attention_backward, *state, *mask, SCALE, None)
+        return partial(
+            torch.ops.fdattn.varlen_attention_backward, *state, *mask, SCALE, grad_dtype, softcap
+        )
     q, k, v, lens = _dense(form, sequences, dtype)
     out, lse = torch_fdattn.attention(q, k, v, lens, **options)
     state = torch.stack(douts).to(dtype), None, q, k, v, out, lse
-    return partial(torch.ops.fdattn.attention_backward, *state, *mask._replace(kv_lens=lens), SCALE, None)  # fmt: skip
+    return partial(torch.ops.fdattn.attention_backward, *state, *mask._replace(kv_lens=lens), SCALE, grad_dtype, softcap)  # fmt: skip
 
 
 def slopes_backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor], dtype: torch.dtype) -> Callable[[], tuple[Tensor, ...]]:  # fmt: skip
@@ -197,7 +207,7 @@ def slopes_backward_of(form: Form, sequences: list[Sequence], douts: list[Tensor
     state, options = call.args[:7], call.args[7:]
     q = state[2]
     slopes = q.new_zeros(q.shape[1], dtype=torch.float32)
-    given = *state, True, False, False, *options, 0.0, slopes
+    given = *state, True, False, False, *options, slopes
     return lambda: torch.ops.fdattn.attention_backward_all(*given)[:4]
 
 

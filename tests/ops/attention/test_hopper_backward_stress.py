@@ -33,13 +33,11 @@ FORMS = {
     "lengths": Form((700,) * 4, (1000, 0, 129, 513), (-1, 0), "lengths"),
     "packed": Form((700, 0, 1, 900, 257), (1000, 5, 129, 900, 300), (-1, 0), "packed"),
 }
-HEADS, HEAD_DIMS = 12, (64, 128, 256)
+HEADS, HEAD_DIMS = 12, (64, 96, 128, 192, 256)
 #: Packed sequences of wide heads are the portable kernel's.
 EACH_FORM = pytest.mark.parametrize(
-    ("form", "head_dim"), [(x, y) for x in FORMS for y in HEAD_DIMS if (x, y) != ("packed", 256)]
+    ("form", "head_dim"), [(x, y) for x in FORMS for y in HEAD_DIMS if x != "packed" or y <= 128]
 )
-
-
 #: Of head dim 256 each gradient has one order anyway.
 IN_ORDER = pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
 
@@ -69,7 +67,23 @@ def test_a_thousand_exact_gradients(ordered, form, head_dim, kv_heads, dtype):
     repeated(kernel_of(form), calls, 1000)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("form", ["full, ragged", "causal", "lengths"])
+@IN_ORDER
+def test_a_thousand_exact_gradients_in_float32(ordered, form, head_dim):
+    """As ring attention asks for them."""
+    form, calls = FORMS[form], []
+    form_of = in_order if ordered else same
+    for _ in range(3):
+        sequences = selecting(form, head_dim, HEADS, HEADS // 4, "cuda", largest=1)
+        douts = sparse_gradients(sequences)
+        expected = [x.float() for x in exact_gradients(form, sequences, douts)]
+        call = backward_of(form, sequences, douts, torch.bfloat16, torch.float32)
+        calls.append(Checked(form_of(call), expected))
+    repeated(kernel_of(form), calls, 1000)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("form", [x for x in FORMS if x != "packed"])
 @IN_ORDER
 def test_a_thousand_exact_gradients_of_slopes(ordered, form, head_dim):
@@ -87,14 +101,15 @@ def test_a_thousand_exact_gradients_of_slopes(ordered, form, head_dim):
     repeated(kernel_of(form), calls, 1000)
 
 
-def drawn(form: Form, head_dim: int):
+def drawn(form: Form, head_dim: int, softcap: float = 0.0):
     """(a call, its sequences, gradients of out) of normally distributed numbers, bfloat16."""
     sequences = [
         tuple(x.bfloat16().double() for x in each)
         for each in normal(form, head_dim, HEADS, HEADS // 2, "cuda")
     ]
     douts = [torch.randn_like(q).bfloat16().double() for q, _, _ in sequences]
-    return backward_of(form, sequences, douts, torch.bfloat16), sequences, douts
+    call = backward_of(form, sequences, douts, torch.bfloat16, softcap=softcap)
+    return call, sequences, douts
 
 
 @EACH_FORM
@@ -130,9 +145,10 @@ def test_each_dq_is_within_the_error_rule(form, head_dim):
     assert launches == {kernel_of(form): 100}
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @EACH_FORM
-def test_same_bits_of_all_gradients_where_they_are_asked_for(form, head_dim):
-    call, kernel = drawn(FORMS[form], head_dim)[0], kernel_of(FORMS[form])
+def test_same_bits_of_all_gradients_where_they_are_asked_for(form, head_dim, softcap):
+    call, kernel = drawn(FORMS[form], head_dim, softcap)[0], kernel_of(FORMS[form])
     torch_fdattn.set_deterministic(True)
     try:
         launches.clear()

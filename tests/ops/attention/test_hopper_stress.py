@@ -9,6 +9,7 @@ from tests.ops.attention.exact_inputs import (
     Form,
     call_of,
     exact,
+    in_float32,
     normal,
     selecting,
     selecting_the_nearest,
@@ -29,6 +30,10 @@ FORMS = {
     "packed, causal": Form((500, 0, 1, 129, 64, 700), (700, 5, 128, 300, 30, 700), (-1, 0), "packed"),
     "pages": Form((300, 1, 200, 700), (1000, 129, 200, 700), (-1, 0), "pages"),
     "pages, window": Form((300, 1, 200, 700), (1000, 129, 200, 700), (150, 0), "pages"),
+    # Two heads share a tile: at most 64 queries of a sequence, and a tile of each head would be more than SMs.
+    "few queries": Form((40,) * 12, (300,) * 12, (-1, 0)),
+    "packed, few queries": Form((40, 1, 64, 0) * 4, (300, 5, 700, 30) * 4, (-1, 0), "packed"),
+    "pages, few queries": Form((40, 1, 64, 17) * 4, (300, 5, 700, 129) * 4, (-1, 0), "pages"),
 }  # fmt: skip
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 IN_FLOAT8 = pytest.mark.parametrize(
@@ -71,6 +76,18 @@ def check_exact(
 @EACH_FORM
 def test_a_thousand_exact_results(form, head_dim, dtype):
     check_exact(FORMS[form], head_dim, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("form", ["full, ragged", "causal", "few queries"])
+def test_a_thousand_exact_results_in_float32(form, head_dim):
+    """As ring attention asks for them: they are stored from registers."""
+    form, calls = FORMS[form], []
+    for _ in range(3):
+        sequences = selecting(form, head_dim, HEADS, KV_HEADS, "cuda")
+        call = in_float32(form, sequences)
+        calls.append(Checked(call, (exact(form, sequences)[0].float(), call()[1])))
+    repeated("attention_forward/hopper", calls, 1000)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
