@@ -58,6 +58,7 @@ class FakeEngine:
         self.llm = FakeLLM(chat_template, max_model_len)
         self.reply, self.delay, self.num_pages = reply, delay, num_pages
         self.pages: dict[str, int] = {}
+        self.aborted: set[str] = set()
         self.seen: list[tuple[list[int], SamplingParams]] = []
         self.num_generated = self.num_prompt = 0
         self.is_closed = False
@@ -66,6 +67,10 @@ class FakeEngine:
 
     def kill(self) -> None:
         self._dead.set()
+
+    async def abort(self, request_id: str) -> None:
+        self._check_alive()
+        self.aborted.add(request_id)
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, request_id: str
@@ -90,6 +95,9 @@ class FakeEngine:
                     -(-(len(prompt) + len(x.token_ids)) // self.PAGE_SIZE) for x in output.outputs
                 )
                 await self._step()
+                if request_id in self.aborted:
+                    for completion in output.outputs:
+                        completion.finish_reason = completion.finish_reason or "abort"
                 for completion, target in zip(output.outputs, texts, strict=True):
                     if completion.finish_reason is None:
                         self._advance(completion, target, params)

@@ -21,6 +21,7 @@ import uvicorn
 from tests.server.fake_engine import FakeEngine
 from torch_fdattn.server import ServerOptions
 from torch_fdattn.server.app import make_app
+from torch_fdattn.server.run import make_config
 
 LIMIT_SECONDS = 60  # a test that waits longer waits in vain
 
@@ -44,7 +45,8 @@ async def served(engine: FakeEngine, **given) -> AsyncIterator[str]:
     """A real server on a free port; its URL."""
     app = make_app(engine, options(**given))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)  # fmt: skip
+        config = make_config(app, app.state.service.options)
+        config.timeout_graceful_shutdown = 2
         server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext
         task = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import random
+import socket
 
 import httpx
 import pytest
@@ -150,6 +151,36 @@ def test_a_reader_that_stops() -> None:
             await until(lambda: bool(engine.pages))
             await until(lambda: not engine.pages, seconds=30)
             writer.transport.abort()
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["takes nothing", "takes a little"])
+def test_a_reader_of_an_answer_in_one(is_slow: bool) -> None:
+    """Larger than what the operating system holds of it: whoever takes nothing is gone, whoever is slow gets all of it."""
+
+    async def test() -> None:
+        size = 16 << 20
+        engine = FakeEngine(lambda prompt: "a")
+        engine._advance = lambda output, target, params: (
+            setattr(output, "text", "a" * size), setattr(output, "finish_reason", "stop"),
+        )  # fmt: skip
+        async with served(engine, write_seconds=0.4) as url:
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+                client.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(client, posted(chat()))
+                got = 0
+                if is_slow:
+                    for _ in range(5):  # longer than the limit in all
+                        await asyncio.sleep(0.2)
+                        got += len(await loop.sock_recv(client, 1 << 20))
+                else:
+                    await asyncio.sleep(1.5)
+                with contextlib.suppress(ConnectionError):
+                    while got < size and (part := await loop.sock_recv(client, 1 << 20)):
+                        got += len(part)
+                assert (got > size) == is_slow
 
     run(test)
 

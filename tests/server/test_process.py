@@ -67,19 +67,24 @@ def test_a_signal_lets_answers_end() -> None:
     run(test)
 
 
-@pytest.mark.slow
-def test_a_signal_does_not_wait_for_ever() -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("hangs",), marks=pytest.mark.slow)])
+def test_a_signal_does_not_wait_for_ever(more: tuple[str, ...]) -> None:
+    """Behind the grace what is in progress is told so. A thread that never ends does not hold the process."""
+
     async def test() -> None:
-        with process(1.0, 1) as (server, url):
+        with process(0.3, 1, *more) as (server, url):
             async with httpx.AsyncClient(timeout=30) as client:
-                body = chat(stream=True)
-                async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as stream:
+                path = f"{url}/v1/chat/completions"
+                plain = asyncio.ensure_future(client.post(path, json=chat(n=2)))
+                async with client.stream("POST", path, json=chat(stream=True)) as stream:
                     lines = stream.aiter_lines()
                     await anext(lines)
                     server.send_signal(signal.SIGINT)
-                    with contextlib.suppress(httpx.HTTPError):
-                        assert "data: [DONE]" not in [x async for x in lines]
-            assert await asyncio.to_thread(server.wait, 10) == 0
+                    *_, last = [x async for x in lines if x]
+                told = [(await plain).json(), json.loads(last.removeprefix("data: "))]
+            assert (await plain).status_code == 503
+            assert {x["error"]["type"] for x in told} == {"service_unavailable_error"}
+            assert await asyncio.to_thread(server.wait, 15) == (1 if more else 0)
 
     run(test)
 

@@ -56,14 +56,14 @@ def make_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         chat = await make_chat(body, service)
         if body.stream:
-            return await event_answer(request, chat.chunks(), options.write_seconds)
+            return await event_answer(request, chat.chunks())
         return await json_answer(request, chat.answer())
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         completion = await make_completion(body, service)
         if body.stream:
-            return await event_answer(request, completion.chunks(), options.write_seconds)
+            return await event_answer(request, completion.chunks())
         return await json_answer(request, completion.answer())
 
     @app.get("/v1/models")

@@ -29,6 +29,9 @@ class AsyncEngine(Protocol):
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs; closing the iterator ends the request and frees its pages."""
 
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: what its iterator gives last says "abort". Unknown ones are left alone."""
+
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...

@@ -107,7 +107,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError
     errors = [_of_a_key(x, body) for x in errors]
     unknown = [x for x in errors if x["type"] == "extra_forbidden"]
     alike = [x for x in errors if x["loc"][:2] == errors[0]["loc"][:2]]
-    first = unknown[0] if unknown else max(alike, key=lambda x: len(x["loc"]))
+    first = unknown[0] if unknown else max(alike, key=_depth)
     param = field_name(first["loc"])
     name = param or "the body"
     kind, given = first["type"], reprlib.repr(first.get("input"))
@@ -129,6 +129,11 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError
         return APIError(400, message, param=param, code="missing_required_parameter")
     expected = first["msg"][:1].lower() + first["msg"][1:]
     return APIError(400, f"{name}: {expected}, got {given}", param=param)
+
+
+def _depth(error: Mapping[str, Any]) -> tuple[int, int]:
+    *_, last = location = error["loc"]
+    return len(location), last if isinstance(last, int) else 0
 
 
 def _of_a_key(error: Mapping[str, Any], body: Any) -> Mapping[str, Any]:

@@ -54,9 +54,7 @@ async def json_answer(request: Request, work: Coroutine[Any, Any, dict]) -> Resp
         return Response(status_code=_CLIENT_GONE)
 
 
-async def event_answer(
-    request: Request, chunks: AsyncIterator[dict[str, Any]], write_seconds: float
-) -> Response:
+async def event_answer(request: Request, chunks: AsyncIterator[dict[str, Any]]) -> Response:
     """A stream of the chunks. It begins with the first one: what is refused before it has a status of its own."""
     events = _events(chunks)
     try:
@@ -64,7 +62,7 @@ async def event_answer(
     except ClientGoneError:
         await events.aclose()
         return Response(status_code=_CLIENT_GONE)
-    return EventStream(first, events, write_seconds)
+    return EventStream(first, events)
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -94,20 +92,20 @@ def _encoded(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events that stop where the client has gone, or takes nothing for `write_seconds`."""
+    """Server-sent events that stop where the client has gone."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncIterator[bytes], write_seconds: float) -> None:
+    def __init__(self, first: bytes, rest: AsyncIterator[bytes]) -> None:
         # Without a length; proxies are not to hold events back.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._rest, self._write_seconds = first, rest, write_seconds
+        self._first, self._rest = first, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self._send_all(send))
-        except (ClientGoneError, TimeoutError, OSError):
+        except (ClientGoneError, OSError):
             pass  # the server closes what is left of the connection
         finally:
             await self._rest.aclose()
@@ -118,15 +116,11 @@ class EventStream(Response):
             "status": self.status_code,
             "headers": self.raw_headers,
         }
-        await self._send(send, start)
+        await send(start)
         await self._send_part(send, self._first)
         async for event in self._rest:
             await self._send_part(send, event)
         await self._send_part(send, b"", more=False)
 
     async def _send_part(self, send: Send, body: bytes, more: bool = True) -> None:
-        await self._send(send, {"type": "http.response.body", "body": body, "more_body": more})
-
-    async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        async with asyncio.timeout(self._write_seconds):
-            await send(message)
+        await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -11,13 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from torch_fdattn.server.app import make_app
+from torch_fdattn.server.connection import limited_connection
 from torch_fdattn.server.engine_protocol import AsyncEngine
 from torch_fdattn.server.options import ServerOptions
 from torch_fdattn.server.service import Service
 
-#: Of a dead engine: how long answers may take to end, and the process.
+#: Of a dead engine, and behind the time that a signal gives: how long answers may take to end, and the process.
 _ANSWERS_SECONDS, _PROCESS_SECONDS = 4.0, 8.0
 #: Of a connection. Longer than clients keep theirs (httpx, and OpenAI's client by it, 5 s): where both end it at the
 #: same time, a request on its way is lost.
@@ -25,10 +28,10 @@ _IDLE_SECONDS = 75
 _POLL_SECONDS = 1.0  # between looks at whether the engine lives while nobody asks it anything
 
 
-def exit_within_limit() -> None:
+def exit_within_limit(seconds: float = _PROCESS_SECONDS) -> None:
     """Ends the process with exit code 1 in time, whatever its threads wait for: those that wait for a device, or for another
     rank, do not end by themselves."""
-    timer = threading.Timer(_PROCESS_SECONDS, os._exit, (1,))
+    timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
 
@@ -43,8 +46,9 @@ def serve(
     """Serves until SIGINT or SIGTERM, or until the engine fails; the process's exit code.
 
     The first signal ends it gracefully: no new requests, and `options.grace_seconds` for those in
-    progress. The second ends it at once. Where the engine has failed the process is gone within 10 s
-    with exit code 1, whatever its threads wait for.
+    progress, which then get 503 or an error event. The second ends it at once. Where the engine has failed
+    the process is gone within 10 s with exit code 1, whatever its threads wait for; so it is, 10 s behind the
+    grace, where a thread does not end.
 
     Args:
         make_engine: called in the event loop, once the address is the server's.
@@ -64,15 +68,14 @@ async def _serve(
     engine = make_engine()
     app = make_app(engine, options)
     service: Service = app.state.service
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, lifespan="off",
-        timeout_graceful_shutdown=max(1, round(options.grace_seconds)), timeout_keep_alive=_IDLE_SECONDS,
-    )  # fmt: skip
-    server = _Server(config)
+    server = _Server(make_config(app, options))
     has_failed = False
 
     def end() -> None:
         server.force_exit = server.should_exit
+        if not server.should_exit:
+            loop.call_later(options.grace_seconds, lambda: loop.create_task(service.end_answers()))
+            exit_within_limit(options.grace_seconds + _PROCESS_SECONDS)
         server.should_exit = service.is_draining = True
 
     def fail() -> None:
@@ -102,6 +105,14 @@ async def _serve(
         with contextlib.suppress(Exception if has_failed else ()):
             await engine.close()
     return int(has_failed)
+
+
+def make_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, http=limited_connection(options.write_seconds), log_level="warning", access_log=False, server_header=False,
+        lifespan="off", timeout_graceful_shutdown=math.ceil(options.grace_seconds + _ANSWERS_SECONDS),
+        timeout_keep_alive=_IDLE_SECONDS,
+    )  # fmt: skip
 
 
 async def _watch(service: Service) -> None:

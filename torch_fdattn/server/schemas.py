@@ -9,9 +9,22 @@ the names of vLLM's server.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+T = TypeVar("T")
+
+
+class _FirstError:
+    """A list of which the first element that is wrong is the error: pydantic keeps some KiB for each, and a body may have
+    a million. Its own FailFast does not stand in a union: it has no hash."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return handler(source) | {"fail_fast": True}
+
+
+Array = Annotated[list[T], _FirstError()]
 
 
 class _Body(BaseModel):
@@ -19,6 +32,17 @@ class _Body(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown_field(cls, given: Any) -> Any:
+        """The first unknown field is what an error says, too."""
+        if not isinstance(given, dict):
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {name: given[name] for name in names if name in given}
+        unknown = next((name for name in given if name not in names), None)
+        return known if len(known) == len(given) else known | {unknown: given[unknown]}
 
 
 class StreamOptions(_Body):
@@ -36,7 +60,7 @@ class SamplingFields(_Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Array[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     user: str | None = Field(None, description="Not looked at.")
@@ -45,13 +69,13 @@ class SamplingFields(_Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Array[int] | None = None
     ignore_eos: bool | None = None
     grammar: str | None = None
 
 
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Array[str] | Array[int] | Array[Array[int]]
     logprobs: int | None = None
 
 
@@ -73,10 +97,10 @@ class ToolCall(_Body):
 
 class ChatMessage(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Array[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Array[ToolCall] | None = None
     tool_call_id: str | None = None
     # What OpenAI's clients send back of an answer, without a value.
     refusal: None = None
@@ -110,12 +134,12 @@ class ResponseFormat(_Body):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[ChatMessage]
+    messages: Array[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Array[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -126,5 +150,5 @@ class ChatRequest(SamplingFields):
 class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Array[ChatMessage] | None = None
     add_special_tokens: bool | None = None

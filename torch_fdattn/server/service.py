@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from torch_fdattn.engine.async_llm import EngineDead
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
@@ -39,6 +39,7 @@ class Service:
         self.is_draining = False
         self.on_dead: Callable[[], None] = lambda: None
         self.num_sequences = 0  # in progress
+        self._request_ids: set[str] = set()  # in progress, as the engine has them
 
     def stats(self) -> EngineStats | None:
         """None: the engine has failed."""
@@ -122,9 +123,11 @@ class Service:
                 code="rate_limit_exceeded", headers={"Retry-After": "1"},
             )  # fmt: skip
         self.num_sequences += sequences
+        ids = [f"{request_id}-{i}" for i in range(len(prompts))]
+        self._request_ids.update(ids)
         sources = [
-            self._timed(self.engine.generate(prompt, options, f"{request_id}-{i}"))
-            for i, (prompt, options) in enumerate(zip(prompts, params, strict=True))
+            self._timed(self.engine.generate(prompt, options, own_id))
+            for prompt, options, own_id in zip(prompts, params, ids, strict=True)
         ]
         has_begun = False
         try:
@@ -142,6 +145,13 @@ class Service:
             raise (internal_error(error) if has_begun else field_error(error, names)) from None
         finally:
             self.num_sequences -= sequences
+            self._request_ids.difference_update(ids)
+
+    async def end_answers(self) -> None:
+        """Ends what is in progress: clients get 503, or an error event where their answer has begun."""
+        for request_id in tuple(self._request_ids):
+            with suppress(EngineDead):
+                await self.engine.abort(request_id)
 
     async def _timed(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """The outputs, measured as a client sees them."""
