@@ -5,9 +5,11 @@ EXPECTTEST_ACCEPT=1 pytest tests/ops/attention/test_dispatch.py rewrites the pag
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +19,7 @@ import torch
 import torch_fdattn
 from torch_fdattn.launch import prepared
 from torch_fdattn.ops import determinism
-from torch_fdattn.ops.attention import configs, derivative_op, dispatch
+from torch_fdattn.ops.attention import configs, derivative_op, dispatch, hopper
 from torch_fdattn.ops.attention.dispatch import FEATURES, GPUS, TABLE, Row
 from torch_fdattn.ops.attention.dropout import NO_DROPOUT, Dropout
 from torch_fdattn.ops.library import INTERPRET, launches
@@ -148,6 +150,22 @@ def test_a_kernel_that_can_do_less_is_taken_where_it_can() -> None:
             assert chosen(dropout=Dropout(0.1, ANY)) == plain
     finally:
         dispatch._rows.cache_clear()
+
+
+def test_a_triton_without_what_hopper_needs_gives_the_portable_kernels(monkeypatch) -> None:
+    q = make_tensor((1, 2, 200, 128), "bhsd", dtype=torch.bfloat16, device="cpu", generator=torch.Generator())  # fmt: skip
+    monkeypatch.setattr(dispatch.library, "use_triton", lambda q: True)
+    monkeypatch.setattr(dispatch, "_rows", lambda direction, *_: tuple(x for x in TABLE if "sm_90" in x.hardware and direction in x.directions))  # fmt: skip
+    options = AttentionOptions(Mask(), 0.1)
+    for has, kernel in ((True, "hopper"), (False, "triton")):
+        hopper.is_importable.cache_clear()
+        if not has:
+            # As a name that Gluon has no more.
+            monkeypatch.setitem(sys.modules, "torch_fdattn.ops.attention.hopper.fp8", None)
+        with contextlib.nullcontext() if has else pytest.warns(UserWarning, match=r"need triton 3\.6 or 3\.7"):  # fmt: skip
+            for direction in ("forward", "backward"):
+                assert dispatch.choose(direction, q, q, q, options) == kernel
+    hopper.is_importable.cache_clear()
 
 
 def only_warn(enabled: bool) -> None:

@@ -7,9 +7,9 @@ shows both (held by `tests/ops/attention/test_dispatch.py`).
 What Hopper's rows leave to the portable ones beyond their columns; docs/attention.md has the list for users:
 
     hopper/launch.py `takes`            head dims up to 32, other than multiples of 8 or than V's; kv_block; scale, or softcap / scale,
-                                        at or below 1e-30; tensors that no descriptor takes: expanded, empty, strides of no whole 16
-                                        bytes; pages of other sizes than 16, 32, 64, 128 or than fit into a block of keys; a dtype of
-                                        results other than the inputs' and float32 (raw ops alone)
+                                        at or below 1e-30; a softcap above 1000; tensors that no descriptor takes: expanded, empty,
+                                        strides of no whole 16 bytes; pages of other sizes than 16, 32, 64 or multiples of a block of
+                                        keys; a dtype of results other than the inputs' and float32 (raw ops alone)
     hopper/backward/launch.py `takes`   packed sequences above head dim 128, or where (sequences + 2) · 128 > max(2 · tokens, 4096)
     hopper/backward/launch.py `gives`   slopes' gradient with a softcap or of packed sequences
     `derivative_op.backward_kernel`     dout that no descriptor takes, such as the expanded one of out.sum()
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torch_fdattn.ops import library
-from torch_fdattn.ops.attention import tuning
+from torch_fdattn.ops.attention import hopper, tuning
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed
@@ -70,6 +70,8 @@ class Row(NamedTuple):
 def _fits_hopper(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packed: Packed | None
 ) -> bool:
+    if not hopper.is_importable():
+        return False
     from torch_fdattn.ops.attention.hopper.launch import takes
 
     return not tuning.state.active and takes(q, k, v, options, packed)
@@ -78,6 +80,8 @@ def _fits_hopper(
 def _fits_hopper_backward(
     q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, packed: Packed | None
 ) -> bool:
+    if not hopper.is_importable():
+        return False
     from torch_fdattn.ops.attention.hopper.backward.launch import takes
 
     return not tuning.state.active and takes(q, k, v, options, packed)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_fdattn.launch.tile_counter import tile_counter
 from torch_fdattn.ops import library
+from torch_fdattn.ops.attention import hopper
 from torch_fdattn.ops.attention.configs import device_capability
 from torch_fdattn.ops.attention.inputs import empty_state
 from torch_fdattn.ops.attention.op import attend_eagerly, key_of
@@ -55,6 +56,8 @@ def _forward(q, k, v, q_scale, k_scale, v_scale, *tail):
 def _kernel(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str:
     """What computes checked inputs; also the end of the launch counter's name."""
     if device_capability(q.device) != (9, 0) or not 32 < q.shape[3] <= 256:
+        return "dequantised"
+    if not hopper.is_importable():
         return "dequantised"
     from torch_fdattn.ops.attention.hopper.launch import is_aligned, takes_fp8
 
