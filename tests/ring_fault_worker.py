@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.lost_ranks import STARTED_S, ranks_without_error
@@ -33,10 +34,18 @@ def run(rank: int, fault: str, strategy: str, ranks: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=STARTED_S),
     )  # fmt: skip
     shards = SequenceShards.zigzag(4 * ranks, ranks)
-    q, k, v = (torch.randn(1, ranks, shards.lengths[rank], 16).requires_grad_() for _ in range(3))
+    lengths = [shards.lengths[rank]] * 3
+    if strategy == "query_split":
+        lengths[1:] = [4 * ranks] * 2
+    q, k, v = (torch.randn(1, ranks, length, 16).requires_grad_() for length in lengths)
+    groups, options = [dist.group.WORLD], dict(causal=True, strategy=strategy)
+    if strategy == "ulysses_ring":  # one node of all ranks
+        mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("nodes", "places"))
+        groups += (hierarchy := [mesh[name].get_group() for name in ("places", "nodes")])
+        options["hierarchy"] = tuple(group.group_name for group in hierarchy)
 
     def attend():
-        out, _ = ring_attention(q, k, v, None, shards=shards, causal=True, strategy=strategy)
+        out, _ = ring_attention(q, k, v, None, shards=shards, **options)
         return out.sum()
 
     attend().backward()
@@ -44,7 +53,8 @@ def run(rank: int, fault: str, strategy: str, ranks: int, folder: str) -> None:
     dist.barrier()
     if rank == LOST:
         os.kill(os.getpid(), signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
-    _set_pg_timeout(timedelta(seconds=LIMIT_S), dist.group.WORLD)
+    for group in groups:
+        _set_pg_timeout(timedelta(seconds=LIMIT_S), group)
     start = time.monotonic()
     try:
         loss.backward() if fault == "backward" else attend()

@@ -25,11 +25,16 @@ def lose_a_rank(fault: str, strategy: str, ranks: int, folder: Path) -> None:
     assert done.stdout.count(" after ") == ranks - 1, done.stdout
 
 
-#: Each fault and each strategy is among the quick ones.
+COMMUNICATING = "ring", "all_gather", "ulysses", "ulysses_ring", "star"
+#: Each fault is among the quick ones.
 QUICK = {("kill", "ring"), ("stop", "all_gather"), ("stop", "ring"), ("backward", "ulysses")}
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for case in itertools.product(("kill", "stop", "backward"), ("ring", "all_gather", "ulysses"))
+    # What "query_split" computes forward needs no other rank.
+    for case in (
+        *itertools.product(("kill", "stop", "backward"), COMMUNICATING),
+        ("backward", "query_split"),
+    )
 ]
 
 
@@ -39,6 +44,6 @@ def test_the_other_rank_gets_an_exception(fault: str, strategy: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("strategy", COMMUNICATING)
 def test_seven_others_get_an_exception(strategy: str, tmp_path: Path) -> None:
     lose_a_rank("kill", strategy, 8, tmp_path)
