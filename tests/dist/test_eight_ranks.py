@@ -132,8 +132,10 @@ alone = test_rank_invariant.alone
 
 @pytest.mark.parametrize("seed", range(100, 104))
 @pytest.mark.parametrize("strategy", test_rank_invariant.INVARIANT)
-def test_same_bits_of_ring_attention(group, alone, rank_device, strategy, seed) -> None:
-    test_rank_invariant.check_ring(group, alone, rank_device, seed, strategy)
+def test_same_bits_of_ring_attention(
+    group, alone, rank_device, hierarchies, strategy, seed
+) -> None:
+    test_rank_invariant.check_ring(group, alone, rank_device, hierarchies, seed, strategy)
 
 
 @pytest.mark.parametrize("seed", range(100, 106))

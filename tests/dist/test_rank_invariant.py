@@ -17,6 +17,7 @@ from torch_fdattn.dist.consensus import assume_equal_on_all_ranks
 from torch_fdattn.dist.state_tree import StateTree
 from torch_fdattn.ops.library import INTERPRET
 
+from .drawn_rings import group_of
 from .test_decode import rank_map, sharded
 from .test_decode_strategies import paged, quantised
 from .test_ring_attention import STRATEGIES
@@ -24,7 +25,7 @@ from .test_ring_attention import STRATEGIES
 #: The interpreter has no bfloat16.
 HALF = torch.float16 if INTERPRET else torch.bfloat16
 RUNS_KERNELS = INTERPRET or torch.cuda.is_available()
-INVARIANT = [x for x in STRATEGIES if x != "star"]
+INVARIANT = [x for x in STRATEGIES if x != "star"] + ["ulysses_ring"]
 #: Draws of each test, those of `make test` first; `make drawn-same-bits` takes more.
 DRAWN = int(os.environ.get("DRAWN", "25"))
 SEEDS = [pytest.param(x, marks=() if x < 3 else pytest.mark.slow) for x in range(DRAWN)]
@@ -116,11 +117,13 @@ def drawn_shards(rng: random.Random, blocks: int, block: int, total: int, world:
 
 @pytest.mark.parametrize("strategy", INVARIANT)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ring_attention(group, alone, rank_device, seed, strategy) -> None:
-    check_ring(group, alone, rank_device, seed, strategy)
+def test_ring_attention(group, alone, rank_device, hierarchies, seed, strategy) -> None:
+    check_ring(group, alone, rank_device, hierarchies, seed, strategy)
 
 
-def check_ring(group: str, alone: str, rank_device: torch.device, seed: int, strategy: str) -> None:
+def check_ring(
+    group: str, alone: str, rank_device: torch.device, hierarchies, seed: int, strategy: str
+) -> None:
     """A drawn case has the same bits on all ranks as on one."""
     rng = random.Random(f"ring {seed} {strategy}")
     torch.manual_seed(seed)
@@ -128,9 +131,13 @@ def check_ring(group: str, alone: str, rank_device: torch.device, seed: int, str
     block, total = rng.choice([8, 16]), rng.choice([16, 61, 96])
     kv_heads = rng.choice([1, 2])
     heads = kv_heads * rng.choice([1, 2])
-    if strategy == "ulysses":  # one KV head for all ranks, or some for each
-        kv_heads = rng.choice([1, world, 2 * world])
-        heads = max(world, kv_heads) * rng.choice([1, 2])
+    hierarchy = rng.choice(hierarchies) if strategy == "ulysses_ring" else None
+    if (
+        hierarchy is not None or strategy == "ulysses"
+    ):  # one KV head for all ranks, or some for each
+        share = world if hierarchy is None else dist.get_world_size(group_of(hierarchy[0]))  # fmt: skip
+        kv_heads = rng.choice([1, share, 2 * share])
+        heads = max(share, kv_heads) * rng.choice([1, 2])
     dtype = rng.choice([torch.float32, torch.float32, HALF])
     q = torch.randn(2, heads, total, 32, device=rank_device, dtype=dtype)
     k, v = torch.randn(2, 2, kv_heads, total, 32, device=rank_device, dtype=dtype)
@@ -163,7 +170,7 @@ def check_ring(group: str, alone: str, rank_device: torch.device, seed: int, str
     if strategy == "query_split":
         own[1:] = k, v
     rows = None if mask is None else shards.shard(mask, rank, 2)
-    found = ring_attention(*own, group, shards=shards, strategy=strategy, attn_mask=rows, **given)
+    found = ring_attention(*own, group, shards=shards, strategy=strategy, hierarchy=hierarchy, attn_mask=rows, **given)  # fmt: skip
     expect_same_bits(found, tuple(shards.shard(x, rank, 2) for x in expected))
 
 
