@@ -128,6 +128,19 @@ def test_a_grammar_beyond_llguidances_limits_ends_its_own_request(llm):
     assert other.outputs[0].finish_reason == "length"
 
 
+def test_a_grammar_whose_texts_no_token_writes_says_so(llm):
+    # SmolLM2's vocabulary lacks these two bytes.
+    later = SamplingParams(grammar=r"start: /a[\x04\x06]/", seed=1, max_tokens=20)
+    (completion,) = llm.generate(["Answer:"], later)[0].outputs
+    assert (completion.text, completion.finish_reason) == ("a", "error")
+    assert completion.error.startswith("grammar has led to a text that no token of the model conti")
+    with pytest.raises(
+        ValueError, match="grammar must allow texts that the model's tokens can write"
+    ):
+        llm.add_request("a", "x", SamplingParams(grammar=r"start: /[\x04\x06]/"))
+    assert not llm.has_unfinished
+
+
 def test_an_ambiguous_grammar_is_ended_before_its_steps_take_long(llm):
     # By llguidance's own limits after 194 tokens, with steps of a second.
     params = SamplingParams(
@@ -220,7 +233,10 @@ def test_bad_grammars_are_named(llm):
         ({"json_schema": "{"}, "json_schema must be a JSON text: Expecting property name"),
         ({"json_schema": "3"}, "json_schema must be a JSON object, got int"),
         ({"json_schema": '{"type": "nothing"}'}, "json_schema must be one that llguidance takes"),
-        ({"json_schema": '{"$ref": "#"}'}, "json_schema must be one that llguidance takes"),
+        (
+            {"json_schema": '{"$ref": "#"}'},
+            "json_schema must allow texts that the model's tokens can",
+        ),
         (
             {"json_schema": f'{{"minLength": {10**30}}}'},
             "json_schema must be one that llguidance takes",
@@ -271,8 +287,19 @@ def test_bad_grammars_are_named(llm):
             {"json_schema": json.dumps({"x-guidance": {"whitespace_pattern": "a" * 5000}})},
             "json_schema must have patterns of at most 4096 characters, got 5000",
         ),
+        (
+            {
+                "json_schema": json.dumps(
+                    {"allOf": [{"pattern": f"(.*{x}.*){{3}}"} for x in "abcdefg"]}
+                )
+            },
+            "json_schema must have few or short patterns for one string, .* at most 4194304, got 62748517 of 7",
+        ),
         ({"grammar": "start: ("}, "grammar must be one that llguidance takes"),
-        ({"grammar": "start: a\na: b\nb: a"}, "grammar must be one that llguidance takes"),
+        (
+            {"grammar": "start: a\na: b\nb: a"},
+            "grammar must allow texts that the model's tokens can",
+        ),
         ({"grammar": "\ud800"}, "grammar must be one that llguidance takes"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -59,9 +59,14 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why llguidance cannot go on, the grammar being beyond its limits: `allowed` are end tokens then."""
+        """Why llguidance cannot go on, the grammar being beyond its limits or without a next token: `allowed` are end tokens then."""
         if not self._inner.is_error():
             return None
+        if _is_dead_end(self._inner):
+            return (
+                f"{self._name} has led to a text that no token of the model continues as it wants: "
+                "let it allow other characters there, or the end"
+            )
         return f"{self._name} is beyond llguidance's limits: {_reason(self._inner)}"
 
 
@@ -108,6 +113,11 @@ class Grammars:
         matcher = Matcher(inner, self._vocab_size, name)
         if matcher.error is None:
             matcher.allowed()  # in a language without texts this fails
+        if matcher.error is not None and _is_dead_end(inner):
+            raise ValueError(
+                f"{name} must allow texts that the model's tokens can write, got one whose texts no token begins: "
+                "let it allow other characters"
+            )
         if matcher.error is not None:
             raise ValueError(f"{name} must be one that llguidance takes: {_reason(inner)}")
         return matcher
@@ -127,6 +137,11 @@ class Grammars:
                 eos_token=sorted(self._tokenizer.eos_ids),
             )
             return self._made
+
+
+def _is_dead_end(inner) -> bool:
+    """Whether its error is that the grammar wants more, and that no token of the model is a part of it."""
+    return _reason(inner) == "NoExtensionBias"
 
 
 def _reason(inner) -> str:
