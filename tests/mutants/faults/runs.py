@@ -230,7 +230,10 @@ FAMILIES = Tests("model families", ("tests/models/test_families.py", "tests/mode
 HF_CONFIG = Tests("config.json of families", ("tests/models/test_hf_config.py",))
 HOSTILE = Tests("hostile model files", ("tests/models/test_hostile_files.py",))
 STOP_STRINGS = Tests("stop strings", ("tests/engine/test_stop_strings.py",))
-GRAMMARS = Tests("schemas and grammars", ("tests/engine/test_structured.py",))
+GRAMMARS = Tests(
+    "schemas and grammars",
+    ("tests/engine/test_structured.py", "tests/engine/test_schema_intersections.py"),
+)
 CHAT = Tests("conversations", ("tests/engine/test_chat.py",))
 DECODE_CPU = Tests("decode of CPU tensors", ("tests/ops/decode/test_decode_cpu.py",))
 APPEND_DRAWN = Tests("drawn appends", ("tests/ops/append_kv/test_append_drawn.py",))

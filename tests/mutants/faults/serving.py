@@ -39,7 +39,19 @@ FAULTS = (
     ),
     Fault(
         "grammars: schemas in Lark's syntax unread", f"{_ENGINE}/grammar_limits.py",
-        "check_schema(name, found)", "pass", GRAMMARS,
+        "_check_numbers_and_lengths(name, found)", "pass", GRAMMARS,
+    ),
+    Fault(
+        "grammars: patterns in Lark's syntax meet uncounted", f"{_ENGINE}/grammar_limits.py",
+        "intersections.add(found)", "pass", GRAMMARS,
+    ),
+    Fault(
+        "grammars: patterns for one string uncounted", f"{_ENGINE}/schema_intersections.py",
+        "(product := math.prod(sizes)) > MAX_PRODUCT", "(product := 1) > MAX_PRODUCT", GRAMMARS,
+    ),
+    Fault(
+        "grammars: what allOf joins unseen", f"{_ENGINE}/schema_intersections.py",
+        "todo = member, todo", "pass", GRAMMARS,
     ),
     Fault(
         "chat: a reply goes on", f"{_ENGINE}/streaming.py", "if should_stop():", "if False:", CHAT,
