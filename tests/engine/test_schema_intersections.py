@@ -98,6 +98,18 @@ def test_searches_count_over_all_schemas_of_a_grammar():
         check_lark("grammar", "start: " + " | ".join(f"%json {x}" for x in texts))
 
 
+def test_schemas_within_what_begins_in_a_comment_are_counted():
+    text = f'start: %lark {{\nstart: %json // {{"x":\n{json.dumps({"allOf": STRINGS})}\n}}'
+    with pytest.raises(ValueError, match="grammar must have few or short patterns for one string"):
+        check_lark("grammar", text)
+
+
+def test_what_is_within_a_schema_counts_once():
+    names = {f"x{i}": {"pattern": "a", "minLength": 2} for i in range(300)}
+    schema = {"items": {"items": {"items": {"items": {"properties": names}}}}}
+    check_lark("grammar", f"start: %json {json.dumps(schema)}")
+
+
 def nested(part, inside, depth):
     schema: dict = {}
     for _ in range(depth):

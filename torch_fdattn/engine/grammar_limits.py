@@ -75,9 +75,11 @@ def check_lark(name: str, text: str) -> None:
         except (ValueError, RecursionError):  # no JSON: nor is it for llguidance
             continue
         _check_numbers_and_lengths(name, found)
-        if at >= end:  # what is within another is counted there
+        if at >= end:
             intersections.add(found)
-            end = stop
+            line = text[text.rfind("\n", 0, at) + 1 : at]
+            # What is within another is counted there, if that does not begin in a comment.
+            end = at if "//" in line or "#" in line else stop
 
 
 def check_length(name: str, text: str, limit: int) -> None:
