@@ -20,6 +20,7 @@ from torch_fdattn.checks import HEAD_DIMS
 from torch_fdattn.dist.kv_cache.mask_options import MaskOptions
 from torch_fdattn.models.errors import ModelError, reading
 from torch_fdattn.models.families import ARCHITECTURES, FAMILIES, Family
+from torch_fdattn.models.files import read_file
 
 
 @dataclass(frozen=True)
@@ -244,11 +245,9 @@ def _show(value: object) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; errors name the file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from None
+        raw = json.loads(read_file(path).decode("utf-8"))
+    except ModelError:  # a ValueError too
+        raise
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):

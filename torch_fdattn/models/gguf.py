@@ -23,6 +23,7 @@ from torch import Tensor
 from torch_fdattn.models.config import LayerConfig, ModelConfig, RopeConfig, expect_layer_count
 from torch_fdattn.models.errors import MALFORMED, ModelError, reading, require
 from torch_fdattn.models.families import FAMILIES, GGUF_FAMILIES
+from torch_fdattn.models.files import has_file
 from torch_fdattn.models.gguf_keys import check_gguf_keys
 
 _REQUIRED: Any = object()
@@ -107,6 +108,8 @@ class GGUFFile:
         self.path = path
         self.fields: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
+        if not has_file(path):
+            raise ModelError(f"{path}: no such file")
         try:
             with open(path, "rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

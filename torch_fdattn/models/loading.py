@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch_fdattn.models.config import ModelConfig, read_json
 from torch_fdattn.models.encoding import Tokenizer
 from torch_fdattn.models.errors import MissingExtra, ModelError, reading, require
+from torch_fdattn.models.files import has_file
 from torch_fdattn.models.gguf import GGUFFile, GGUFWeights, gguf_config
 from torch_fdattn.models.rope import Rotary
 from torch_fdattn.models.tokenizer import folder_tokenizer, gguf_tokenizer
@@ -60,7 +61,7 @@ def resolve(name_or_path: str | Path) -> Path:
         _refuse_pickles(path)
         return path
     if exists:
-        if path.suffix == ".gguf" and path.is_file():  # a named pipe would block
+        if path.suffix == ".gguf" and has_file(path):
             return path
         raise ModelError(f"{path}: must be a folder or a .gguf file")
     if str(name_or_path) == "smollm2":
@@ -295,7 +296,7 @@ class SafetensorsWeights:
 def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The files, and by the index's word the name of the file that each tensor is to be taken from."""
     index = folder / _INDEX
-    if index.exists():
+    if has_file(index):
         with reading(index):
             places = read_json(index)["weight_map"]
             for tensor, name in places.items():
@@ -303,10 +304,10 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
                     raise ModelError(
                         f"{tensor} must be in a file of the folder itself, got {reprlib.repr(name)}"
                     )
-                if not (folder / name).exists():
+                if not has_file(folder / name):
                     raise ModelError(f"{folder / name}: no such file ({_INDEX} has {tensor} in it)")
             return [folder / name for name in sorted(set(places.values()))], places
-    if (folder / "model.safetensors").exists():
+    if has_file(folder / "model.safetensors"):
         return [folder / "model.safetensors"], {}
     raise ModelError(f"{folder}: has neither model.safetensors nor {_INDEX}")
 

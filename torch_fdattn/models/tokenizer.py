@@ -6,6 +6,7 @@ Llama 2 ships it.
 
 from __future__ import annotations
 
+import io
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch_fdattn.models.encoding import (
     Tokenizer,
 )
 from torch_fdattn.models.errors import ModelError, expect_text, reading, require
+from torch_fdattn.models.files import MAX_TOKENIZER_BYTES, has_file, read_file
 from torch_fdattn.models.gguf_tokenizer import gguf_tokenizer
 
 __all__ = ["Tokenizer", "folder_tokenizer", "gguf_tokenizer"]
@@ -47,12 +49,15 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
             }
             specials |= {_content(x) for x in entries.get("additional_special_tokens") or ()}
     added = _added_tokens(folder, settings)
-    if (path := folder / "tokenizer.json").exists():
+    if has_file(path := folder / "tokenizer.json"):
         tokenizer: Tokenizer = BPETokenizer(_library_tokenizer(path, added, texts))
-    elif (path := folder / "tokenizer.model").exists():
+    elif has_file(path := folder / "tokenizer.model"):
         with reading(path):
             tokenizer = SentencePieceTokenizer(
-                path.read_bytes(), str(path), added, specials | set(texts.values())
+                read_file(path, MAX_TOKENIZER_BYTES),
+                str(path),
+                added,
+                specials | set(texts.values()),
             )
         tokenizer.add_bos = settings.get("add_bos_token") is not False
         tokenizer.add_eos = settings.get("add_eos_token") is True
@@ -82,7 +87,9 @@ def _library_tokenizer(
     """tokenizer.json, with the tokens that only the files next to it add or call special."""
     library = require("tokenizers", "tokenizer.json")
     try:
-        inner = library.Tokenizer.from_file(str(path))
+        inner = library.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER_BYTES))
+    except ModelError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{path}: not a tokenizer ({error})") from None
     for text, token in sorted(added.items(), key=lambda item: item[1].id):
@@ -105,7 +112,7 @@ def _library_tokenizer(
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if has_file(path) else {}
 
 
 def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, AddedToken]:
@@ -129,9 +136,9 @@ def _content(value: Any) -> str:
 
 
 def _folder_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    if (path := folder / "chat_template.jinja").exists():
-        with reading(path):
-            return path.read_text(encoding="utf-8")
+    if has_file(path := folder / "chat_template.jinja"):
+        with reading(path), io.TextIOWrapper(io.BytesIO(read_file(path)), "utf-8") as text:
+            return text.read()  # line ends are one \n, as in every text file
     with reading(folder / "tokenizer_config.json"):
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
