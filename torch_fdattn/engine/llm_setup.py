@@ -17,6 +17,7 @@ from torch_fdattn.dist.symm.availability import expect_mapped
 from torch_fdattn.engine.llm_groups import EngineGroups
 from torch_fdattn.engine.ngram_speculation import MAX_VOCAB_SIZE, NgramSpeculation
 from torch_fdattn.engine.paged_step import PagedKV
+from torch_fdattn.engine.prompts import check_end_ids
 from torch_fdattn.engine.runner import ModelRunner
 from torch_fdattn.engine.sequence_rows import SequenceRows
 from torch_fdattn.engine.sharded_pages import ShardedPagedKV
@@ -70,6 +71,7 @@ def make_runner(
         if rank_invariant:
             _check_rank_invariant(batch_invariant, strategy, groups.kv)
         _check_speculation(speculation, batch_invariant, config.vocab_size)
+        check_end_ids(eos_ids or (), config.vocab_size)
         if max_model_len is not None and max_model_len > config.max_positions:
             raise ValueError(
                 f"max_model_len must be at most the model's {config.max_positions} positions, got {max_model_len}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Sequence
 
 from torch_fdattn.engine.sampling_params import SamplingParams
-from torch_fdattn.models import Tokenizer
+from torch_fdattn.models import ModelError, Tokenizer
 
 
 class PromptError(ValueError):
@@ -79,3 +80,15 @@ def check_params(
         )
     if params.stop and not has_tokenizer:
         raise ValueError("stop needs a tokenizer: give LLM one")
+
+
+def check_end_ids(eos_ids: Collection[int], vocab_size: int) -> None:
+    """That a tokenizer's end tokens are of the model: to ban another before min_tokens is out of bounds.
+
+    A model's vocabulary may be larger than the tokenizer's, which then may name any of it.
+    """
+    if wrong := sorted(i for i in eos_ids if not 0 <= i < vocab_size):
+        raise ModelError(
+            f"tokenizer.eos_ids must be from 0 to {vocab_size - 1}, the model's vocab_size being {vocab_size}, got "
+            f"{reprlib.repr(wrong)}: the tokenizer is of another model, or its files name a wrong eos_token_id"
+        )

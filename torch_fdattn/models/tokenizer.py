@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,9 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     if "bos_token" in texts:
         tokenizer.bos_id = tokenizer.id_of(texts["bos_token"])
     eos = tokenizer.id_of(texts.get("eos_token", "</s>"))
+    if eos is not None:
+        named = texts.get("eos_token", "</s>")
+        _check_vocabulary(folder, f"{folder}: the id of eos_token {named!r}", [eos])
     # The generation config knows the end of a turn, the tokenizer's files name one too.
     tokenizer.eos_ids = _folder_eos(folder) | frozenset([] if eos is None else [eos])
     if "eos_token" in texts and not tokenizer.eos_ids:
@@ -147,6 +150,7 @@ def _folder_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | No
 
 
 def _folder_eos(folder: Path) -> frozenset[int]:
+    """The ids that the generation's or the model's configuration names; of the model's vocabulary, where that says its size."""
     with reading(folder / "generation_config.json"):
         check_generation_keys(_optional_json(folder / "generation_config.json"))
     for name in ("generation_config.json", "config.json"):  # the first knows the end of a turn too
@@ -158,5 +162,20 @@ def _folder_eos(folder: Path) -> frozenset[int]:
                     f"{folder / name}: eos_token_id must be an integer or a list of them, got "
                     f"{reprlib.repr(ids)}"
                 )
+            _check_vocabulary(folder, f"{folder / name}: eos_token_id", ids)
             return frozenset(ids)
     return frozenset()
+
+
+def _check_vocabulary(folder: Path, name: str, ids: Collection[int]) -> None:
+    """Refuses ids that no logit of the model has; it may have more than the tokenizer has tokens."""
+    config = _optional_json(folder / "config.json")
+    text = config.get("text_config")  # of a model that takes images
+    size = {**config, **(text if isinstance(text, dict) else {})}.get("vocab_size")
+    limit = size if type(size) is int else 2**31  # without a model its vocabulary may be any
+    if wrong := [i for i in ids if not 0 <= i < limit]:
+        of_model = f", the model's vocab_size being {limit}" if limit == size else ""
+        raise ModelError(
+            f"{name} must be from 0 to {limit - 1}{of_model}, got {reprlib.repr(wrong[0])}: name a token of the "
+            "vocabulary, or leave it out"
+        )
