@@ -112,6 +112,11 @@ class AddedToken(NamedTuple):
 _LONG = 1024
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether code in Rust gave up, as of a regular expression that retries too often: no Exception, so that few catch it."""
+    return type(error).__name__ == "PanicException"
+
+
 class BPETokenizer(Tokenizer):
     """Over a `tokenizers.Tokenizer`."""
 
@@ -123,18 +128,28 @@ class BPETokenizer(Tokenizer):
         self._suffix = [] if eos is None else [eos]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) < _LONG:
-            ids = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-        else:  # the same ids, made without Python's lock
-            [encoding] = self._inner.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-            ids = encoding.ids
+        try:
+            if len(text) < _LONG:
+                encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
+            else:  # the same ids, made without Python's lock
+                [encoding] = self._inner.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise ModelError(f"the tokenizer failed at the text: {error}") from None
+        ids = encoding.ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         shown = [i for i in ids if i not in self.eos_ids]
-        return self._inner.decode(shown, skip_special_tokens=True)
+        try:
+            return self._inner.decode(shown, skip_special_tokens=True)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise ModelError(f"the tokenizer failed at token ids: {error}") from None
 
     def id_of(self, token: str) -> int | None:
         return self._inner.token_to_id(token)

@@ -19,10 +19,12 @@ from torch_fdattn.models.encoding import (
     BPETokenizer,
     SentencePieceTokenizer,
     Tokenizer,
+    is_panic,
 )
 from torch_fdattn.models.errors import ModelError, expect_text, reading, require
 from torch_fdattn.models.files import MAX_TOKENIZER_BYTES, has_file, read_file
 from torch_fdattn.models.gguf_tokenizer import gguf_tokenizer
+from torch_fdattn.models.tokenizer_limits import check_tokenizer_json
 
 __all__ = ["Tokenizer", "folder_tokenizer", "gguf_tokenizer"]
 
@@ -89,11 +91,14 @@ def _library_tokenizer(
 ) -> Any:
     """tokenizer.json, with the tokens that only the files next to it add or call special."""
     library = require("tokenizers", "tokenizer.json")
+    raw = read_file(path, MAX_TOKENIZER_BYTES)
+    with reading(path):
+        check_tokenizer_json(raw)
     try:
-        inner = library.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER_BYTES))
-    except ModelError:
-        raise
-    except Exception as error:  # the library raises plain Exception
+        inner = library.Tokenizer.from_buffer(raw)
+    except BaseException as error:  # the library raises plain Exception, or panics
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise ModelError(f"{path}: not a tokenizer ({error})") from None
     for text, token in sorted(added.items(), key=lambda item: item[1].id):
         if token.normalized is not None or inner.token_to_id(text) is None:

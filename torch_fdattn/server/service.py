@@ -11,7 +11,7 @@ from torch_fdattn.engine.async_llm import EngineDead
 from torch_fdattn.engine.outputs import EngineStats, RequestOutput
 from torch_fdattn.engine.prompts import PromptError, check_params, prompt_tokens
 from torch_fdattn.engine.sampling_params import SamplingParams
-from torch_fdattn.models import MissingExtra
+from torch_fdattn.models import MissingExtra, ModelError
 from torch_fdattn.server.engine_protocol import AsyncEngine
 from torch_fdattn.server.errors import APIError, internal_error
 from torch_fdattn.server.metrics import Metrics
@@ -73,7 +73,10 @@ class Service:
             text.encode()
         except UnicodeEncodeError:
             raise APIError(400, f"{param} must be Unicode text, got half of a surrogate pair", param=param) from None  # fmt: skip
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        try:
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        except ModelError as error:
+            raise APIError(400, f"{param} must be a text that the tokenizer takes: {error}", param=param) from None  # fmt: skip
 
     def check_prompt(self, ids: Sequence[int], param: str) -> None:
         limit = self.max_model_len - 1  # a token is to follow
