@@ -208,8 +208,7 @@ class SentencePieceTokenizer(Tokenizer):
         longest_first = sorted(self._tokens.items(), key=lambda item: len(item[0]), reverse=True)
         self._split = re.compile(
             "|".join(
-                r"\s*" * token.lstrip + f"({re.escape(text)})" + r"\s*" * token.rstrip
-                for text, token in longest_first
+                f"({re.escape(text)})" + r"\s*" * token.rstrip for text, token in longest_first
             )
             or r"(?!)"
         )
@@ -222,8 +221,10 @@ class SentencePieceTokenizer(Tokenizer):
         bos = add_special_tokens and self.add_bos and self.bos_id is not None
         ids, at = [self.bos_id] if bos else [], 0
         for match in self._split.finditer(text):
-            ids += self._encode_part(text[at : match.start()], follows=at > 0)
-            ids.append(self._tokens[match[match.lastindex]].id)
+            part, token = text[at : match.start()], self._tokens[match[match.lastindex]]
+            # By the expression, it would be looked for behind each space anew.
+            ids += self._encode_part(part.rstrip() if token.lstrip else part, follows=at > 0)
+            ids.append(token.id)
             at = match.end()
         ids += self._encode_part(text[at:], follows=at > 0)
         if add_special_tokens and self.add_eos and self._inner.eos_id() >= 0:
