@@ -81,6 +81,21 @@ MIXING = {
     "a norm over tokens": lambda x: F.normalize(x, dim=1),
     "the mean, taken away": lambda x: x - x.mean(1, keepdim=True),
     "the mean of all, taken away": lambda x: x - x.mean(),
+    "the mean of a flattened tensor, taken away": lambda x: x - x.flatten(1).mean(1)[:, None, None],
+    "the norm of a flattened tensor": lambda x: x / x.reshape(-1).norm(),
+    "the deviation of a flattened tensor": lambda x: x / x.flatten(1).std(1)[:, None, None],
+    "the flattened heads' mean": lambda x: x * x.unflatten(-1, (2, -1)).flatten(1).mean(1)[:, None, None],
+    "linalg.norm": lambda x: x / torch.linalg.norm(x),
+    "linalg.matrix_norm": lambda x: x / torch.linalg.matrix_norm(x)[:, None, None],
+    "aminmax": lambda x: x - x.aminmax()[0],
+    "a quantile": lambda x: x - x.quantile(0.5, dim=1, keepdim=True),
+    "any": lambda x: x * (x > 2).any(1, keepdim=True),
+    "count_nonzero": lambda x: x * torch.count_nonzero(x > 1, dim=1)[:, None],
+    "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
+    "scatter_add": lambda x: x + torch.zeros(2, 1, WIDTH).scatter_add(1, torch.zeros(x.shape, dtype=torch.long), x),
+    "index_add": lambda x: x + torch.zeros(2, 1, WIDTH).index_add(1, torch.zeros(LENGTH, dtype=torch.long), x),
+    "unbind": lambda x: x + torch.stack(x.unbind(1)).mean(0)[:, None],
+    "addbmm": lambda x: x @ torch.addbmm(torch.zeros(WIDTH, WIDTH), x.mT, x),
     "squeeze and excitation": lambda x: x * x.mean(1).sigmoid()[:, None],
     "a projection of tokens": lambda x: over_tokens(x, lambda y: F.linear(y, SQUARE)),
     "a product": lambda x: SQUARE @ x,
@@ -128,6 +143,8 @@ WORKING = {
     "flattened": lambda x: F.layer_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:]).view(x.shape),
     "concatenated features": lambda x: torch.cat([x[..., :4], x[..., 4:]], -1),
     "halves that meet again": lambda x: torch.cat([x[:, :5] * 2, x[:, 5:] * 2], 1),
+    "sums of features": lambda x: x * x.flatten(0, 1).amax(-1).view(2, -1, 1) + (x > 2).any(-1, keepdim=True),
+    "heads apart": lambda x: torch.stack(x.unflatten(-1, (2, -1)).unbind(2), 2).flatten(2),
     "einsum": lambda x: torch.einsum("...d,de->...e", x, TABLE[: x.shape[-1], : x.shape[-1]]),
     "tensordot of features": lambda x: torch.tensordot(x, TABLE[: x.shape[-1], : x.shape[-1]], dims=1),
     "experts": moe,
@@ -197,10 +214,21 @@ LOCAL = {
     "learned rows": lambda m, x: x + m.embed.weight[: x.shape[1]],
     "with two rows before": lambda m, x: x + m.embed(torch.arange(x.shape[1]) + 2),
     "rotary": lambda m, x: x * (torch.arange(x.shape[1])[:, None] * 0.1).cos(),
+    "linspace": lambda m, x: x + torch.linspace(0, 1, x.shape[1])[:, None],
+    "a sum of ones": lambda m, x: x + torch.ones(x.shape[1]).cumsum(0)[:, None],
+    "multiplied by a mask": lambda m, x: x * (torch.ones(x.shape[:2]).cumsum(1) == 1)[..., None],
     "counted from a mask": lambda m, x: x + m.embed((x[..., 0] < 100).long().cumsum(1)),
+}  # fmt: skip
+LOCAL_BEHIND = {
+    "divided": lambda x: x / (torch.arange(x.shape[1])[:, None] + 1.0),
+    "where": lambda x: torch.where(torch.arange(x.shape[1])[:, None] == 0, torch.zeros_like(x), x),
+    "masked_fill": lambda x: x.masked_fill((torch.arange(x.shape[1]) < 2)[:, None], 0.0),
 }  # fmt: skip
 GLOBAL = {
     "begins at the rank's": lambda m, x: x + m.embed(torch.arange(x.shape[1]) + LENGTH),
+    "a sum of ones": lambda m, x: (
+        x + m.embed(torch.ones(x.shape[1], dtype=torch.long).cumsum(0) + (LENGTH - 1))
+    ),
     "rows of the rank": lambda m, x: x + m.sines[:, LENGTH : 2 * LENGTH],
     "kinds of tokens": lambda m, x: x + m.embed(m.kinds[:, : x.shape[1]]),
     "no positions": lambda m, x: x + m.embed.weight[0],
@@ -210,6 +238,20 @@ GLOBAL = {
 @pytest.mark.parametrize("name", LOCAL)
 def test_positions_of_local_tokens(group, name):
     assert "give the model position_ids" in refusal(group, Positions(LOCAL[name]), tokens())
+
+
+@pytest.mark.parametrize("name", LOCAL_BEHIND)
+def test_positions_of_local_tokens_behind_attention(group, name):
+    """Before it they are refused as numbers that q, k and v are made of (`local_counts.py`)."""
+    said = refusal(group, lambda x: LOCAL_BEHIND[name](attended(x)), tokens())
+    assert "give the model position_ids" in said
+
+
+def test_choices_by_positions_of_the_ranks(group):
+    def run(x):
+        return attended(x).masked_fill((torch.arange(x.shape[1]) + LENGTH < 2)[:, None], 0.0)
+
+    compiled(group, run)(tokens())
 
 
 @pytest.mark.parametrize("name", GLOBAL)

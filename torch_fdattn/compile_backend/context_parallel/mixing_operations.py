@@ -26,10 +26,10 @@ _ALONG = {
     "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "diff": 2, "logcumsumexp": 1,
     "log_softmax": 1, "softmax": 1, "softmin": 1, "normalize": 2,
     "argsort": 1, "kthvalue": 2, "msort": 9, "sort": 1, "topk": 2,
-    "flip": 1, "roll": 2, "unfold": 1,
+    "flip": 1, "roll": 2, "unbind": 1, "unfold": 1,
 }  # fmt: skip
 #: Of a dim that is not given.
-_DEFAULTS = {"argsort": -1, "diff": -1, "kthvalue": -1, "msort": 0, "normalize": 1, "sort": -1, "topk": -1}  # fmt: skip
+_DEFAULTS = {"argsort": -1, "diff": -1, "kthvalue": -1, "msort": 0, "normalize": 1, "sort": -1, "topk": -1, "unbind": 0}  # fmt: skip
 _CONVOLUTIONS = {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
 #: Over all dims behind the channels.
 _OVER_PLACES = re.compile(r"(avg|max|lp)_pool|interpolate|upsample|group_norm|instance_norm")
@@ -57,6 +57,8 @@ def mixes(node: Node, name: str, infos: dict[Node, TokenInfo], calls_graphs: boo
         weight = factors(node, name)[1]
         is_weight = weight.op == "placeholder" and tensor_of(weight).dim() == 2
         summed_right = summed in right and not is_weight
+        if name == "addbmm" and -3 in left | right:
+            return "a product (addbmm) that sums over tokens"
         return "a product that sums over tokens" if -1 in left or summed_right else ""
     if name == "einsum":
         return _einsum(node, infos)
@@ -89,6 +91,9 @@ def _of_one(node: Node, name: str, dims: frozenset[int], rank: int) -> str:
         if name == "flip" and len(node.args) > 2:
             given = node.args[1:]
         return f"{name} along tokens" if numbers(given, rank) & dims else ""
+    if name == "renorm":
+        kept = numbers(argument(node, 2, "dim"), rank)
+        return "renorm over tokens" if dims - kept else ""
     if name == "pad":
         amounts = argument(node, 1, "pad")
         padded = {rank - 1 - i // 2 for i, x in enumerate(amounts) if x != 0}

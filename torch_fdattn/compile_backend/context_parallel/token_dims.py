@@ -20,13 +20,18 @@ NO_DIMS: frozenset[int] = frozenset()
 _TORCH = ("torch", "_operator", "builtins", "math", "aten", "prims")
 _SPELLINGS = {"moveaxis": "movedim", "reshape_as": "reshape", "view_as": "reshape", "t": "mT", "T": "mT", "mH": "mT", "H": "mT"}  # fmt: skip
 _RESHAPES = {"reshape", "view", "flatten", "unflatten", "ravel"}
-MATMULS = {"matmul", "bmm", "mm", "mv", "addmm", "baddbmm", "imatmul"}
+MATMULS = {"matmul", "bmm", "mm", "mv", "addmm", "addbmm", "baddbmm", "imatmul"}
 REDUCTIONS = {
-    "amax", "amin", "argmax", "argmin", "logsumexp", "max", "mean", "median", "min", "nanmean", "nansum", "norm", "prod", "std",
-    "std_mean", "sum", "var", "var_mean", "vector_norm",
+    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_matrix_norm", "linalg_norm", "logsumexp",
+    "max", "mean", "median", "min", "mode", "nanmean", "nanmedian", "nanquantile", "nansum", "norm", "prod", "quantile",
+    "special_logsumexp", "std", "std_mean", "sum", "var", "var_mean", "vector_norm",
 }  # fmt: skip
 #: Where a reduction's dim stands, if not behind the tensor.
-_DIM_AT = {"norm": 2, "vector_norm": 2}
+_DIM_AT = {
+    "linalg_matrix_norm": 2, "linalg_norm": 2, "nanquantile": 2, "norm": 2, "quantile": 2, "vector_norm": 2,
+}  # fmt: skip
+#: Of a dim that is not given, where that is not all of them.
+_REDUCED = {"linalg_matrix_norm": (-2, -1), "mode": -1}
 #: Of the first input alone; what is given besides has another meaning.
 _OF_FIRST = {
     "argsort", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "cumsum", "fill_", "index_select", "layer_norm", "linear", "narrow",
@@ -37,7 +42,9 @@ _OF_FIRST = {
 _FRESH = {
     "empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like",
 }  # fmt: skip
-_SCATTERS = {"index_add", "index_copy", "index_put", "scatter", "scatter_add", "setitem"}
+_SCATTERS = {
+    "index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce", "setitem",
+}  # fmt: skip
 
 
 class TokenCount(NamedTuple):
@@ -103,7 +110,7 @@ def numbers(given: object, rank: int) -> frozenset[int]:
 def reduced(node: Node, name: str, rank: int) -> tuple[frozenset[int], bool]:
     """The dims that a reduction takes away, and whether they stay with size 1."""
     position = _DIM_AT.get(name, 1)
-    dim = argument(node, position, "dim", "axis")
+    dim = argument(node, position, "dim", "axis", default=_REDUCED.get(name))
     keeps = bool(argument(node, position + 1, "keepdim", "keepdims", default=False))
     return numbers(dim if not isinstance(dim, Node) else None, rank), keeps
 
@@ -199,7 +206,7 @@ def _combined(
 
 def factors(node: Node, name: str) -> tuple[object, object]:
     """What a matrix product multiplies."""
-    first = 1 if name in ("addmm", "baddbmm") else 0
+    first = 1 if name in ("addmm", "addbmm", "baddbmm") else 0
     names = ("mat1", "batch1") if first else ("input", "a")
     return argument(node, first, *names), argument(
         node, first + 1, "mat2", "batch2", "other", "tensor2", "vec", "b"

@@ -23,6 +23,7 @@ from torch_fdattn.compile_backend.context_parallel.token_dims import (
     TokenInfo,
     argument,
     dims_of,
+    first_input,
     index_entries,
     operation,
     reduced,
@@ -38,9 +39,19 @@ from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards
 REASON = "token-mixing"
 _RING = torch.ops.fdattn.ring_attention.default
 #: Reductions that pick a number, also of what has no features.
-_EXTREMES = {"max", "min", "amax", "amin", "argmax", "argmin"}
+_EXTREMES = {
+    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "max", "min",
+}  # fmt: skip
 #: Where numbers that count tokens meet the tokens' features: learned positions are added, rotary angles multiplied.
-_MEETINGS = {"add", "addcmul", "cat", "iadd", "imul", "isub", "mul", "sub"}
+_MEETINGS = {
+    "add", "addcmul", "cat", "div", "iadd", "imul", "isub", "itruediv", "mul", "sub", "truediv",
+}  # fmt: skip
+#: Where a comparison of such numbers says which tokens' features are kept.
+_CHOICES = {"masked_fill", "where"}
+#: Where rows are added up.
+_SUMS = {"index_add", "index_reduce", "scatter_add", "scatter_reduce"}
+#: Whose sum along a dim counts.
+_FILLED = {"full", "full_like", "new_full", "new_ones", "ones", "ones_like"}
 #: A call in a form that nobody thought of: nothing is known of what it yields.
 _UNEXPECTED = (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError)
 
@@ -159,7 +170,8 @@ class _TokenWalk:
         if not others:
             moved = _moved_start(node, name, count, counts[0])
             return TokenInfo(dims, moved)
-        meets = name in _MEETINGS and any(_is_data(x) for x in others) and any(map(_is_data, counts))  # fmt: skip
+        meets = name in _CHOICES or (name in _MEETINGS and any(_is_data(x) or _is_mask(x) for x in counts))  # fmt: skip
+        meets = meets and any(_is_data(x) for x in others)
         if meets and not self._may_begin(count.start):
             self._refuse(
                 node, count.node,
@@ -169,7 +181,8 @@ class _TokenWalk:
         return TokenInfo(dims)
 
     def _made(self, node: Node, name: str) -> TokenInfo | None:
-        """An arange over as many as there are tokens, a module's table of at least as many cut to them, or a count of tokens."""
+        """An arange or linspace over as many as there are tokens, a module's table of at least as many cut to them, or a count of
+        tokens."""
         out = tensor_of(node)
         if out is None or statically_true(self.length == 1):
             return None
@@ -181,6 +194,13 @@ class _TokenWalk:
                 if isinstance(start, int)
                 else None
             )
+        if name == "linspace" and statically_true(out.shape[0] == self.length):
+            # Its step follows from the rank's number of tokens, wherever it begins.
+            return TokenInfo(frozenset([0]), TokenCount(node, float("-inf")))
+        if name == "cumsum" and operation(node.args[0]) in _FILLED:
+            along = argument(node, 1, "dim") % out.dim()
+            is_count = statically_true(out.shape[along] == self.length)
+            return TokenInfo(frozenset([along]), TokenCount(node, 1)) if is_count else None
         if name == "cumsum" and not _is_data(node):
             dims = self.infos[node.args[0]].dims
             along = argument(node, 1, "dim")
@@ -202,12 +222,14 @@ class _TokenWalk:
 
     def _pooled(self, node: Node, name: str, info: TokenInfo) -> TokenInfo:
         """With what is known of reductions over tokens, which matter where they come back to tokens."""
-        x = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        x = first_input(node)
+        if self._gathers(node, name):
+            return info._replace(pooled=node)
         if x is not None and name in REDUCTIONS and self.infos[x].dims and self.infos[x].made is None:  # fmt: skip
             gone, _ = reduced(node, name, tensor_of(x).dim())
             over = gone & self.infos[x].dims
-            has_features = _is_data(x) and tensor_of(x).dim() - 1 not in self.infos[x].dims
-            if over and (has_features or name in _EXTREMES):
+            # Integers are sums of masks and experts' numbers of tokens, which say where rows go and not what is in them.
+            if over and (_is_data(x) or name in _EXTREMES):
                 is_position = name in ("max", "amax") and not _is_data(x)
                 return info._replace(pooled=node, largest=self.total - 1 if is_position else None)
         given = [y for y in node.all_input_nodes if self.infos[y].pooled is not None]
@@ -227,6 +249,17 @@ class _TokenWalk:
             if name == "gt" and node.args[0] is given[0] and largest <= number:
                 return info  # false on all ranks
         return info._replace(pooled=cause)
+
+    def _gathers(self, node: Node, name: str) -> bool:
+        """Whether rows of tokens are added up in fewer rows than there are tokens; experts' rows go back to as many."""
+        if name not in _SUMS:
+            return False
+        dim, source = argument(node, 1, "dim"), argument(node, 3, "source", "src")
+        if not isinstance(source, Node) or not _is_data(source):
+            return False
+        out = tensor_of(node)
+        along = dim % out.dim()
+        return along in self.infos[source].dims and not statically_true(out.shape[along] % self.length == 0)  # fmt: skip
 
 
 _REMEDY = (
@@ -262,6 +295,11 @@ def _moved_start(node: Node, name: str, count: TokenCount, counted: Node) -> Tok
 def _is_data(node: Node) -> bool:
     x = tensor_of(node)
     return x is not None and (x.is_floating_point() or x.is_complex())
+
+
+def _is_mask(node: Node) -> bool:
+    x = tensor_of(node)
+    return x is not None and x.dtype == torch.bool
 
 
 def _is_of_module(node: object) -> bool:
