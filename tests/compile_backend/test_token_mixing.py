@@ -144,6 +144,8 @@ WORKING = {
     "concatenated features": lambda x: torch.cat([x[..., :4], x[..., 4:]], -1),
     "halves that meet again": lambda x: torch.cat([x[:, :5] * 2, x[:, 5:] * 2], 1),
     "sums of features": lambda x: x * x.flatten(0, 1).amax(-1).view(2, -1, 1) + (x > 2).any(-1, keepdim=True),
+    "the larger of two": lambda x: torch.max(x, x * 2) + torch.max(x, torch.zeros(())) * x + x.max(other=x + 1),
+    "the smaller of two": lambda x: x.min(x * 2) + torch.min(x[..., :1], other=x),
     "heads apart": lambda x: torch.stack(x.unflatten(-1, (2, -1)).unbind(2), 2).flatten(2),
     "einsum": lambda x: torch.einsum("...d,de->...e", x, TABLE[: x.shape[-1], : x.shape[-1]]),
     "tensordot of features": lambda x: torch.tensordot(x, TABLE[: x.shape[-1], : x.shape[-1]], dims=1),

@@ -115,6 +115,11 @@ def reduced(node: Node, name: str, rank: int) -> tuple[frozenset[int], bool]:
     return numbers(dim if not isinstance(dim, Node) else None, rank), keeps
 
 
+def is_elementwise(node: Node, name: str) -> bool:
+    """Whether `max` or `min` is of two tensors, entry by entry, and no reduction."""
+    return name in ("max", "min") and tensor_of(argument(node, 1, "other")) is not None
+
+
 def first_input(node: Node) -> Node | None:
     given = [*node.args[:1], *(node.kwargs.get(x) for x in ("input", "self"))]
     return next((x for x in given if isinstance(x, Node)), None)
@@ -163,7 +168,7 @@ def _moved(
         return _without(dims, numbers(argument(node, 1, "dim", default=0), rank))
     if name in ("repeat", "tile", "expand", "broadcast_to"):
         return frozenset(x + out.dim() - rank for x in dims)
-    if name in REDUCTIONS and not any(isinstance(x, Node) for x in node.args[1:]):
+    if name in REDUCTIONS and not is_elementwise(node, name):
         gone, keeps = reduced(node, name, rank)
         return dims - gone if keeps else _without(dims, gone)
     return dims if name in _OF_FIRST else None

@@ -25,6 +25,7 @@ from torch_fdattn.compile_backend.context_parallel.token_dims import (
     dims_of,
     first_input,
     index_entries,
+    is_elementwise,
     operation,
     reduced,
     tensor_of,
@@ -225,7 +226,8 @@ class _TokenWalk:
         x = first_input(node)
         if self._gathers(node, name):
             return info._replace(pooled=node)
-        if x is not None and name in REDUCTIONS and self.infos[x].dims and self.infos[x].made is None:  # fmt: skip
+        reduces = x is not None and name in REDUCTIONS and not is_elementwise(node, name)
+        if reduces and self.infos[x].dims and self.infos[x].made is None:  # fmt: skip
             gone, _ = reduced(node, name, tensor_of(x).dim())
             over = gone & self.infos[x].dims
             # Integers are sums of masks and experts' numbers of tokens, which say where rows go and not what is in them.
