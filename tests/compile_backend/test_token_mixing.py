@@ -178,6 +178,19 @@ def test_what_a_rank_reduces_is_the_callers(group, loss):
     compiled(group, lambda x, y: loss(attended(x), y))(tokens(), torch.ones(2, LENGTH).long())
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_the_data_decides(group):
+    """As many rows as an expert is sent."""
+
+    def run(x):
+        flat = attended(x).flatten(0, 1)
+        rows = (flat[:, 0] > 0).nonzero()[:, 0]
+        picked = torch.cat([flat[rows, :4], flat[rows, 4:] * 2], -1)
+        return torch.zeros_like(flat).index_add(0, rows, picked).view(x.shape)
+
+    compiled(group, run)(tokens())
+
+
 def test_in_a_checkpoint(group):
     def run(x):
         return checkpoint(lambda y: attended(y.cumsum(1)), x, use_reentrant=False)

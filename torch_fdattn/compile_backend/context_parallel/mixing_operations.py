@@ -20,6 +20,7 @@ from torch_fdattn.compile_backend.context_parallel.token_dims import (
     numbers,
     tensor_of,
 )
+from torch_fdattn.compile_backend.graph.nodes import statically_true
 
 #: By the position of the dim that they run along, counted with the tensor.
 _ALONG = {
@@ -113,12 +114,17 @@ def _of_one(node: Node, name: str, dims: frozenset[int], rank: int) -> str:
 
 def _cat(node: Node, infos: dict[Node, TokenInfo]) -> str:
     """Tokens behind or before what holds none: a pad by another name. What is empty (a new cache) adds nothing."""
-    parts = [x for x in joined(node) if isinstance(x, Node) and 0 not in tensor_of(x).shape]
+    parts = [x for x in joined(node) if isinstance(x, Node) and not _is_empty(x)]
     if not parts or not tensor_of(parts[0]).is_floating_point():
         return ""
     along = argument(node, 1, "dim", default=0) % tensor_of(node).dim()
     held = {along in infos[x].dims for x in parts}
     return "a concatenation of tokens and others" if held == {True, False} else ""
+
+
+def _is_empty(node: Node) -> bool:
+    """Certainly so: sizes that only the data decides are compared with nothing."""
+    return any(statically_true(size == 0) for size in tensor_of(node).shape)
 
 
 def _einsum(node: Node, infos: dict[Node, TokenInfo]) -> str:
