@@ -136,6 +136,14 @@ def check_positions(
         pairs = zip(last, given, versions, strict=True)
         if all(ref() is x and seen == version for (ref, seen), x, version in pairs):
             return
+    deaf = _model_that_reads_no_positions(sys._getframe(1))
+    if deaf is not None:
+        raise NotImplementedError(
+            f"{place} needs a model whose forward has position_ids as a parameter, which its embedding of positions reads, "
+            f"got {deaf}: its position_ids go to the layers alone, and its embedding counts this rank's own tokens. Compiled, "
+            'options={"context_parallel": …} of the backend "fdattn" shows where it makes positions; take a model that '
+            "embeds position_ids"
+        )
     said = None
     if mask is not None:
         said = "there is padding, or positions that are no single run, which transformers takes for packed sequences"
@@ -144,6 +152,24 @@ def check_positions(
             said = f"the layers' cu_seq_lens are {shown(x)}, and context_parallel's cu_seqlens {shown(shards.documents)}"
     shards.compare_positions(position_ids, query.device, said, f"{place}: {remedy}")
     _checked[shards] = [(weakref.ref(x), v) for x, v in zip(given, versions, strict=True)]
+
+
+def _model_that_reads_no_positions(frame: types.FrameType | None) -> str | None:
+    """The class of the model whose forward runs this layer, the innermost one, where position_ids are none of its parameters.
+
+    They then came with **kwargs, as those of the decoders of BART and its kin, which embed an arange. None of what is no
+    model of transformers, and of a checkpoint's second run, where no model's forward is under way.
+    """
+    hf = sys.modules.get("transformers.modeling_utils")
+    while hf is not None and frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and isinstance(
+            model := frame.f_locals.get("self"), hf.PreTrainedModel
+        ):
+            named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            return None if "position_ids" in named else type(model).__name__
+        frame = frame.f_back
+    return None
 
 
 def compare_positions(
