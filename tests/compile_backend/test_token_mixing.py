@@ -178,6 +178,18 @@ def test_what_a_rank_reduces_is_the_callers(group, loss):
     compiled(group, lambda x, y: loss(attended(x), y))(tokens(), torch.ones(2, LENGTH).long())
 
 
+def test_labels_that_a_loss_shifts(group):
+    """As transformers' of causal models does; a pad of ids by another number is the model's."""
+
+    def loss(x, y, fill, begin):
+        labels = F.pad(y, (0, 1), value=fill)[..., begin : begin + LENGTH].contiguous()
+        return F.cross_entropy(attended(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    labels = torch.ones(2, LENGTH).long()
+    assert "shift_labels" in refusal(group, lambda x, y: loss(x, y, -100, 1), tokens(), labels)
+    compiled(group, lambda x, y: loss(x, y, 0, 0))(tokens(), labels)
+
+
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_sizes_that_the_data_decides(group):
     """As many rows as an expert is sent."""

@@ -32,6 +32,42 @@ def batch(group, device):
     return shards, *shard_batch(group, shards, ids, torch.arange(8 * world, device=device)[None])
 
 
+def llama(device, attention: str = "fdattn", model_class=transformers.LlamaForCausalLM):
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return model_class._from_config(config, attn_implementation=attention).to(device).eval()
+
+
+@pytest.mark.parametrize("attention", ["fdattn", "sdpa"])
+@pytest.mark.parametrize("ranks", ["all", "one"])
+def test_labels_that_the_models_loss_would_shift(ranks, attention, group, rank_device):
+    """Within a rank's part: the label of its last token is another rank's. What is shifted already is not touched."""
+    if dist.get_world_size() == 1:
+        pytest.skip("needs 2 ranks: one has all labels")
+    model = llama(rank_device, attention)
+    shards, ids, positions = batch(group, rank_device)
+    given = {"labels": ids} if ranks == "all" or dist.get_rank() == 1 else {}
+    with context_parallel(group, shards=shards):
+        with pytest.raises(ValueError, match="on rank 1 LlamaForCausalLM is given labels"):
+            model(ids, position_ids=positions, use_cache=False, **given)
+        shifted = {"labels": ids, "shift_labels": ids}
+        found = model(ids, position_ids=positions, use_cache=False, **shifted)
+    expected = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), ids.flatten())
+    torch.testing.assert_close(found.loss, expected)
+
+
+def test_labels_that_no_loss_shifts(group, rank_device):
+    """A class for each token."""
+    model_class = transformers.LlamaForTokenClassification
+    model = llama(rank_device, model_class=model_class)
+    shards, ids, positions = batch(group, rank_device)
+    with context_parallel(group, shards=shards):
+        loss = model(ids, position_ids=positions, use_cache=False, labels=ids % 2).loss
+    assert loss.isfinite()
+
+
 @pytest.mark.parametrize("attention", ["fdattn", "sdpa"])
 @pytest.mark.parametrize("kind", ["Bart", "Blenderbot", "Marian", "MBart", "Pegasus"])
 def test_a_decoder_that_counts_its_positions_by_itself_is_refused(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from torch_fdattn.compile_backend.context_parallel.token_dims import (
@@ -71,9 +72,29 @@ def mixes(node: Node, name: str, infos: dict[Node, TokenInfo], calls_graphs: boo
     if x is None or not infos[x].dims or infos[x].made is not None:
         return ""
     given = tensor_of(x)
-    if not (given.is_floating_point() or given.is_complex()):
+    if not _is_float(given):
         return ""  # of ids and masks
     return _of_one(node, name, infos[x].dims, given.dim())
+
+
+def shifts_labels(node: Node, name: str, infos: dict[Node, TokenInfo]) -> bool:
+    """Whether integers over tokens are padded there by a negative number, which stands for no label: so does transformers' loss
+    of causal models before it takes all but the first."""
+    x = first_input(node)
+    if name != "pad" or x is None or _is_float(tensor_of(x)):
+        return False
+    fill = argument(node, 3, "value", default=0)
+    return isinstance(fill, int) and fill < 0 and bool(_padded(node, tensor_of(x).dim()) & infos[x].dims)  # fmt: skip
+
+
+def _padded(node: Node, rank: int) -> set[int]:
+    """Dims that a pad makes longer or shorter."""
+    amounts = argument(node, 1, "pad")
+    return {rank - 1 - i // 2 for i, x in enumerate(amounts) if x != 0}
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _of_one(node: Node, name: str, dims: frozenset[int], rank: int) -> str:
@@ -96,9 +117,7 @@ def _of_one(node: Node, name: str, dims: frozenset[int], rank: int) -> str:
         kept = numbers(argument(node, 2, "dim"), rank)
         return "renorm over tokens" if dims - kept else ""
     if name == "pad":
-        amounts = argument(node, 1, "pad")
-        padded = {rank - 1 - i // 2 for i, x in enumerate(amounts) if x != 0}
-        return "a pad of tokens" if padded & dims else ""
+        return "a pad of tokens" if _padded(node, rank) & dims else ""
     if module.startswith("torch._C._fft") or name.startswith("fft_"):
         return f"{name} over tokens"
     if name in ("layer_norm", "rms_norm"):

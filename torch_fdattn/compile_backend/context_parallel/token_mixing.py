@@ -14,7 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from torch_fdattn.compile_backend.context_parallel.mixing_operations import mixes
+from torch_fdattn.compile_backend.context_parallel.mixing_operations import (
+    mixes,
+    shifts_labels,
+)
 from torch_fdattn.compile_backend.context_parallel.options import ContextParallel
 from torch_fdattn.compile_backend.context_parallel.token_dims import (
     NO_DIMS,
@@ -118,6 +121,8 @@ class _TokenWalk:
         mixed = mixes(node, name, self.infos, bool(graphs))
         if mixed:
             self._refuse(node, node, f"{mixed}, of which a rank has its own alone: {_REMEDY}")
+        elif shifts_labels(node, name, self.infos):
+            self._refuse(node, node, _LABELS)
         if graphs:
             return self._called(node, graphs)
         if node.target is _RING:
@@ -266,6 +271,11 @@ class _TokenWalk:
 
 _REMEDY = (
     "take a model that works token by token but for attention, or its eager form on one process"
+)
+
+_LABELS = (
+    "labels that are shifted within this rank's part, whose last one is another rank's: shift labels before they are sharded, "
+    "and compute the loss of the logits or give what is shifted as shift_labels beside labels"
 )
 
 

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from torch_fdattn.dist.consensus import digest_of, largest_on_all_ranks, raise_on_all_ranks
 from torch_fdattn.dist.ring_attention.sequence_shards import SequenceShards, check_documents
+from torch_fdattn.dist.ring_attention.transformers_models import (
+    LABELS,
+    fault_of_labels,
+    model_that_embeds_no_positions,
+)
 
 if TYPE_CHECKING:
     from torch_fdattn.dist.ring_attention.context_parallel import RingMode
@@ -136,7 +141,7 @@ def check_positions(
         pairs = zip(last, given, versions, strict=True)
         if all(ref() is x and seen == version for (ref, seen), x, version in pairs):
             return
-    deaf = _model_that_reads_no_positions(sys._getframe(1))
+    deaf = model_that_embeds_no_positions(sys._getframe(1))
     if deaf is not None:
         raise NotImplementedError(
             f"{place} needs a model whose forward has position_ids as a parameter, which its embedding of positions reads, "
@@ -150,26 +155,10 @@ def check_positions(
     for x in cu_seq_lens:
         if x.tolist() != list(shards.documents):
             said = f"the layers' cu_seq_lens are {shown(x)}, and context_parallel's cu_seqlens {shown(shards.documents)}"
-    shards.compare_positions(position_ids, query.device, said, f"{place}: {remedy}")
+    of_labels = fault_of_labels(sys._getframe(1)) if len(shards.lengths) > 1 else None
+    remedy = remedy if of_labels is None else LABELS
+    shards.compare_positions(position_ids, query.device, of_labels or said, f"{place}: {remedy}")
     _checked[shards] = [(weakref.ref(x), v) for x, v in zip(given, versions, strict=True)]
-
-
-def _model_that_reads_no_positions(frame: types.FrameType | None) -> str | None:
-    """The class of the model whose forward runs this layer, the innermost one, where position_ids are none of its parameters.
-
-    They then came with **kwargs, as those of the decoders of BART and its kin, which embed an arange. None of what is no
-    model of transformers, and of a checkpoint's second run, where no model's forward is under way.
-    """
-    hf = sys.modules.get("transformers.modeling_utils")
-    while hf is not None and frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and isinstance(
-            model := frame.f_locals.get("self"), hf.PreTrainedModel
-        ):
-            named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            return None if "position_ids" in named else type(model).__name__
-        frame = frame.f_back
-    return None
 
 
 def compare_positions(
