@@ -12,6 +12,7 @@ from torch_fdattn.dist import (
     SequenceShards,
     all_gather_matmul,
     consensus,
+    context_parallel,
     decode,
     ring_attention,
     unshard_batch,
@@ -37,6 +38,65 @@ def test_ring_attention(group, rank_device, strategy, seen) -> None:
     ):
         ring_attention(*mine, group, strategy=strategy)
     ring_attention(*heads_of(0, rank_device), group, strategy=strategy)  # the group goes on
+
+
+def runs(*numbers) -> SequenceShards:
+    return SequenceShards(((numbers,),) * dist.get_world_size())
+
+
+WRONG = {
+    "no tensor": ({"q": None}, TypeError, r"q must be a torch\.Tensor, got NoneType"),
+    "a sparse tensor": ({"q": "sparse"}, TypeError, "q must be a strided tensor, got layout torch.sparse_coo"),
+    "documents beyond 64 bits": ({"cu_seqlens": [0, 2**70]}, ValueError, "cu_seqlens must be numbers of 64 bits"),
+    "prefixes beyond 64 bits": ({"prefix_lens": [2**70]}, ValueError, "prefix_lens must be numbers of 64 bits"),
+    "a prefix beyond 64 bits": ({"prefix_lens": 2**70}, ValueError, "prefix_lens must be numbers of 64 bits"),
+    "runs of no ints": ({"shards": ("a", 1)}, TypeError, r"shards must hold runs \(start, length\) of ints"),
+    "runs beyond 64 bits": ({"shards": (0, 2**70)}, ValueError, "shards must be numbers of 64 bits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_one_rank_gives_and_no_op_could_take(group, rank_device, name) -> None:
+    """Every rank raises, and none waits."""
+    wrong, kind, said = WRONG[name]
+    q, k, v = heads_of(0, rank_device)
+    given = {"q": q, "causal": True}
+    if dist.get_rank() == dist.get_world_size() - 1:
+        given |= wrong
+        if name == "a sparse tensor":
+            given["q"] = q.to_sparse()
+        if "shards" in wrong:
+            given["shards"] = runs(*wrong["shards"])
+    with pytest.raises(kind, match=said):
+        ring_attention(given.pop("q"), k, v, group, **given)
+    ring_attention(q, k, v, group, causal=True)  # the group goes on
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "said"),
+    [
+        ({"seq_dims": [4]}, ValueError, "seq_dims must be dims of the buffers, got 4 of 2"),
+        ({"buffers": ["tokens"]}, TypeError, r"buffers must be a torch\.Tensor, got str"),
+        ({"shards": ("a", 1)}, TypeError, r"shards must hold runs \(start, length\) of ints"),
+    ],
+    ids=["dims", "buffers", "shards"],
+)
+def test_what_one_rank_gives_to_context_parallel(group, rank_device, wrong, kind, said) -> None:
+    world = dist.get_world_size()
+    tokens = torch.zeros(1, 8 * world, device=rank_device)
+    given = {"shards": SequenceShards.zigzag(8 * world, world), "buffers": [tokens], "seq_dims": [1]}  # fmt: skip
+    if dist.get_rank() == world - 1:
+        given |= {x: runs(*y) if x == "shards" else y for x, y in wrong.items()}
+    with pytest.raises(kind, match=said), context_parallel(group, **given):
+        pass
+
+
+def test_a_dim_of_one_ranks_part(group, rank_device) -> None:
+    world = dist.get_world_size()
+    shards = SequenceShards.zigzag(8 * world, world)
+    dim = 4 if dist.get_rank() == world - 1 else 1
+    with pytest.raises(IndexError):
+        unshard_batch(group, shards, torch.ones(1, 8, device=rank_device), dim=dim)
 
 
 def test_capacities_of_block_shards(group, rank_device) -> None:

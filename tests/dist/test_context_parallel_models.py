@@ -58,6 +58,18 @@ def test_labels_that_the_models_loss_would_shift(ranks, attention, group, rank_d
     torch.testing.assert_close(found.loss, expected)
 
 
+@pytest.mark.parametrize("attention", ["fdattn", "sdpa"])
+def test_two_forwards_of_which_one_rank_is_given_the_same_positions(attention, group, rank_device):
+    """The positions of both are compared, also where one of them has seen the tensor: the others would wait."""
+    model = llama(rank_device, attention)
+    shards, ids, positions = batch(group, rank_device)
+    again = positions if dist.get_rank() == 0 else positions.clone()
+    with torch.no_grad(), context_parallel(group, shards=shards):
+        first = model(ids, position_ids=positions, use_cache=False).logits
+        second = model(ids, position_ids=again, use_cache=False).logits
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def test_labels_that_no_loss_shifts(group, rank_device):
     """A class for each token."""
     model_class = transformers.LlamaForTokenClassification

@@ -37,7 +37,7 @@ _left: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str | None, int]] = (
 _assumed = threading.local()
 _REFUSED = "what a rank refuses"
 #: What a rank may refuse by; a subclass travels as the first of them that it is.
-_REFUSALS = {x.__name__: x for x in (TypeError, ValueError, NotImplementedError)}
+_REFUSALS = {x.__name__: x for x in (TypeError, ValueError, NotImplementedError, IndexError)}
 _log = logging.getLogger("torch_fdattn")
 _MAX_SHOWN = 16  # numbers of a tensor that an error shows
 

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from torch_fdattn import checks
-from torch_fdattn.dist.consensus import check_equal_on_all_ranks, refusing_on_all_ranks
+from torch_fdattn.dist.consensus import (
+    check_equal_on_all_ranks,
+    empty_of_group,
+    refusing_on_all_ranks,
+)
 from torch_fdattn.dist.decode.inputs import expect_lengths
 from torch_fdattn.dist.decode.op import tell_other_ranks
 from torch_fdattn.dist.groups import Group, name_of, pair_of_names, rank_and_size
@@ -17,6 +21,7 @@ from torch_fdattn.dist.ring_attention.sequence_shards import (
     documents_of,
     expect_chunk,
     expect_window_within,
+    flat_ints,
     named_shards,
     prefixes_of,
 )
@@ -238,10 +243,12 @@ def ring_attention(
         >>> out, lse = torch_fdattn.dist.ring_attention(q, k, v, None, shards=shards, causal=True)
         >>> out.sum().backward()  # losses of ranks add up
     """
-    checks.expect_tensor("q", q)
     group_name = name_of(group)
     rank, world_size = rank_and_size(group_name)
-    with refusing_on_all_ranks(group_name, q):
+    with refusing_on_all_ranks(
+        group_name, q if isinstance(q, Tensor) else empty_of_group(group_name)
+    ):
+        checks.expect_tensor("q", q)
         scale, softcap = checks.number("scale", scale), checks.number("softcap", softcap)
         left, right = window_bounds(window)
         checks.expect_types(
@@ -259,8 +266,9 @@ def ring_attention(
             shards = named_shards(shards, q.shape[2] if q.dim() == 4 else 0, world_size)
         if max(left, right) > 0:
             expect_window_within(window, shards.total)
+        runs = flat_ints(shards)
     return torch.ops.fdattn.ring_attention(
-        q, k, v, group_name, shards.flat(), rank=rank, world_size=world_size, causal=causal,
+        q, k, v, group_name, runs, rank=rank, world_size=world_size, causal=causal,
         window_left=left, window_right=right, scale=scale, strategy=strategy, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, documents=documents, kv_lens=kv_lens, attn_mask=attn_mask,
         dropout_p=dropout_p, dropout_seed=dropout_seed, invariant_block=invariant_block, inner_group=inner,

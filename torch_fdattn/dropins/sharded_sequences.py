@@ -71,7 +71,8 @@ def check_mask(
 
 
 def check_positions(
-    shards: RingMode, position_ids: Tensor | None, query: Tensor, cu_seq_lens: tuple[Tensor | None, ...]
+    shards: RingMode, module: torch.nn.Module, position_ids: Tensor | None, query: Tensor,
+    cu_seq_lens: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """cu_seq_lens: of queries and keys, in which a collator says what `context_parallel` is told as cu_seqlens."""
     _expect_eager()
@@ -84,4 +85,6 @@ def check_positions(
             f"{PLACE} takes cu_seq_lens_q with cu_seqlens of context_parallel alone: "
             "context_parallel(group, shards=shards, cu_seqlens=cu_seqlens), of the documents of all ranks' tokens",
         )
-    transformers_layers.check_positions(shards, position_ids, query, PLACE, cu_seq_lens=given)
+    transformers_layers.check_positions(
+        shards, position_ids, query, PLACE, cu_seq_lens=given, module=module
+    )

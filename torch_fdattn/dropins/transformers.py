@@ -183,7 +183,7 @@ def fdattn_attention(
         )  # fmt: skip
     if shards is not None:
         packed = cu_seq_lens_q, cu_seq_lens_k
-        sharded_sequences.check_positions(shards, kwargs.get("position_ids"), query, packed)
+        sharded_sequences.check_positions(shards, module, kwargs.get("position_ids"), query, packed)
     visible = mask_forms.arguments_of(attention_mask, query, is_causal)
     if position_bias is not None:
         visible["attn_mask"] = mask_forms.with_bias(visible.get("attn_mask"), position_bias)

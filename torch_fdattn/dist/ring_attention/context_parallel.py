@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from torch_fdattn import checks
 from torch_fdattn.dist.consensus import (
     check_equal_on_all_ranks,
     empty_of_group,
@@ -43,6 +44,7 @@ from torch_fdattn.dist.ring_attention.op import STRATEGIES, expect_hierarchy
 from torch_fdattn.dist.ring_attention.sequence_shards import (
     SequenceShards,
     documents_of,
+    flat_ints,
     prefixes_of,
 )
 from torch_fdattn.dist.ring_attention.transformers_layers import (
@@ -166,12 +168,16 @@ def context_parallel(
     """
     group_name = name_of(group)
     rank_and_size(group_name)  # which names the argument where no group has this name
-    like = buffers[0] if buffers else empty_of_group(group_name)
+    like = buffers[0] if buffers and isinstance(buffers[0], Tensor) else empty_of_group(group_name)
     with refusing_on_all_ranks(group_name, like):
         if len(buffers) != len(seq_dims):
             raise ValueError(
                 f"seq_dims must have one dim for each buffer, got {len(seq_dims)} for {len(buffers)}"
             )
+        for x, dim in zip(buffers, seq_dims, strict=True):
+            checks.expect_tensor("buffers", x)
+            if not -x.dim() <= dim < x.dim():
+                raise ValueError(f"seq_dims must be dims of the buffers, got {dim} of {x.dim()}")
         prefixes, documents = tuple(prefixes_of(prefix_lens)), tuple(documents_of(cu_seqlens))
         options = dict(hierarchy=hierarchy, invariant_block=invariant_block, prefix_lens=prefixes or None, cu_seqlens=documents or None)  # fmt: skip
         mode = RingMode(group_name, shards, strategy, **options)
@@ -390,4 +396,5 @@ def _rank(group_name: str, shards: SequenceShards) -> int:
         raise ValueError(
             f"shards must be for the group's {world_size} ranks, got {shards.world_size}"
         )
+    flat_ints(shards)
     return rank

@@ -226,9 +226,9 @@ def _ring_attention(
     attn_mask=None, dropout_p=0.0, dropout_seed=None, invariant_block=None, inner_group=None, outer_group=None,
     attention_chunk=0, prefix_lens=(),
 ):  # fmt: skip
-    checks.expect_tensor("q", q)
     rank, world_size = given_rank_and_size(group_name, rank, world_size)
     with refusing_on_all_ranks(group_name, q):
+        checks.expect_tensor("q", q)
         if strategy not in (AUTO, *STRATEGIES):
             raise ValueError(f"strategy must be one of {(AUTO, *STRATEGIES)}, got {strategy!r}")
         hierarchy = (

@@ -209,7 +209,7 @@ def prefixes_of(prefix_lens: int | Tensor | Sequence[int] | None) -> list[int]:
     if prefix_lens is None:
         return []
     if type(prefix_lens) is int:
-        return [prefix_lens]
+        prefix_lens = [prefix_lens]
     prefixes = _host_ints("prefix_lens", prefix_lens)
     if not prefixes:
         raise ValueError("prefix_lens must have a number for each document, got []")
@@ -228,7 +228,28 @@ def _host_ints(name: str, given: Tensor | Sequence[int]) -> list[int]:
         raise TypeError(
             f"{name} must be an integer tensor of one dimension, a list of ints or None, got {given!r}"
         )
+    _expect_int64(name, given)
     return list(given)
+
+
+def flat_ints(shards: SequenceShards) -> list[int]:
+    """`SequenceShards.flat`, of runs that are ints: what an op takes, and no op can refuse on all ranks."""
+    said = f"shards must hold runs (start, length) of ints for each rank, got {shards.ranks}"
+    try:
+        numbers = shards.flat()
+    except TypeError as error:
+        raise TypeError(said) from error
+    if not all(isinstance(x, int) or hasattr(x, "__index__") for x in numbers):
+        raise TypeError(said)
+    _expect_int64("shards", numbers)
+    return numbers
+
+
+def _expect_int64(name: str, numbers: Sequence[int]) -> None:
+    """A number that an op's schema cannot hold would be refused on one rank alone."""
+    beyond = [x for x in numbers if not -(2**63) <= x < 2**63]
+    if beyond:
+        raise ValueError(f"{name} must be numbers of 64 bits, got {beyond[0]}")
 
 
 def check_documents(documents: tuple[int, ...], total: int) -> None:

@@ -58,7 +58,13 @@ def check_sdpa(
         )
     check_model(getattr(caller.f_locals.get("module"), "config", None), shards.total, _SDPA_PLACE)
     check_positions(
-        shards, told.get("position_ids"), query, _SDPA_PLACE, mask, f"{OURS}, and {POSITIONS}"
+        shards,
+        told.get("position_ids"),
+        query,
+        _SDPA_PLACE,
+        mask,
+        f"{OURS}, and {POSITIONS}",
+        module=caller.f_locals.get("module"),
     )
     # transformers makes no mask for a window where this rank's keys are fewer.
     window = told.get("sliding_window")
@@ -112,19 +118,21 @@ class AcceptedPositions(NamedTuple):
         return cls(shards.positions(rank, cu_seqlens=documents), in_sequence, documents)
 
 
-_checked: weakref.WeakKeyDictionary[RingMode, list[tuple[weakref.ref, int | None]]] = (
-    weakref.WeakKeyDictionary()
-)
+#: The layer that asked last, None where it is not known, and what it was given.
+_Asked = tuple[weakref.ref | None, list[tuple[weakref.ref, int | None]]]
+_checked: weakref.WeakKeyDictionary[RingMode, _Asked] = weakref.WeakKeyDictionary()
 
 
 def check_positions(
     shards: RingMode, position_ids: Tensor | None, query: Tensor, place: str, mask: Tensor | None = None,
-    remedy: str = POSITIONS, cu_seq_lens: tuple[Tensor, ...] = (),
+    remedy: str = POSITIONS, cu_seq_lens: tuple[Tensor, ...] = (), module: torch.nn.Module | None = None,
 ) -> None:  # fmt: skip
-    """Whether the layer's position_ids are the shard's, once for each tensor: layers are given the same one.
+    """Whether the layer's position_ids are the shard's, once for each forward: its layers are given the same tensor.
 
-    The tensor's identity is the same question on all ranks, which run the same program: so they ask each other alike.
+    The tensor's identity is the same question on all ranks within a forward; of two forwards one rank may be given the same
+    tensor, and another a copy. So the layer that asked asks again where it is called again: all ranks ask each other alike.
 
+    module: the layer.
     mask: what transformers made of the positions; a rank whose own are no single run has one, which says so.
     cu_seq_lens: what the layer is told of packed documents, which must be those of `context_parallel`.
     """
@@ -135,9 +143,10 @@ def check_positions(
             "torch_fdattn.dist.ring_attention in a model of your own"
         )
     given = position_ids, *cu_seq_lens
-    last = _checked.get(shards, ())
+    asked, last = _checked.get(shards, (None, ()))
     versions = [None if x.is_inference() else x._version for x in given]
-    if None not in versions and len(last) == len(given):
+    is_again = module is not None and asked is not None and asked() is module
+    if not is_again and None not in versions and len(last) == len(given):
         pairs = zip(last, given, versions, strict=True)
         if all(ref() is x and seen == version for (ref, seen), x, version in pairs):
             return
@@ -158,7 +167,10 @@ def check_positions(
     of_labels = fault_of_labels(sys._getframe(1)) if len(shards.lengths) > 1 else None
     remedy = remedy if of_labels is None else LABELS
     shards.compare_positions(position_ids, query.device, of_labels or said, f"{place}: {remedy}")
-    _checked[shards] = [(weakref.ref(x), v) for x, v in zip(given, versions, strict=True)]
+    _checked[shards] = (
+        None if module is None else weakref.ref(module),
+        [(weakref.ref(x), v) for x, v in zip(given, versions, strict=True)],
+    )
 
 
 def compare_positions(
