@@ -34,7 +34,8 @@ def fault_of_labels(frame: types.FrameType | None) -> str | None:
         # The name is looked for first: the property warns of models that have a loss of their own.
         if given.get("labels") is None or "loss_function" not in code.co_names:
             continue
-        if _shifted(given) is None and model.loss_function is loss_utils.ForCausalLMLoss:
+        shifts = getattr(loss_utils, "ForCausalLMLoss", None)  # None of older versions
+        if shifts is not None and _shifted(given) is None and model.loss_function is shifts:
             return f"{type(model).__name__} is given labels, which its loss shifts within a rank's part"
     return None
 
