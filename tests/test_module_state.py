@@ -86,6 +86,7 @@ ALLOWED = {
     "models/chat_template.py": {"_compiled": "a template", "_environment": "jinja2's environment"},
     "ops/attention/configs.py": {"device_capability": "of a device"},
     "ops/attention/dispatch.py": {"_gpu": "of a device", "_rows": "rows of a table for a device"},
+    "ops/attention/hopper/__init__.py": {"is_importable": "of the installed Triton"},
     "ops/attention/tuning.py": {"_memories": "what autotune found, by file", "_where": "a device with its software"},
     "ops/decode/schedule.py": {"fast_memory": "of a device"},
     "ops/determinism.py": {"_generators": "of seeds, which `set_deterministic` makes"},
