@@ -23,7 +23,7 @@ PROGRAM = """
 import asyncio, signal, sys, threading, time
 from tests.server.fake_engine import FakeEngine
 from torch_fdattn.server import ServerOptions
-from torch_fdattn.server.run import serve
+from torch_fdattn.server.run import exit_within_limit, serve
 
 def make_engine():
     engine = FakeEngine(lambda prompt: "a" * 100, delay=float(sys.argv[1]))
@@ -33,7 +33,9 @@ def make_engine():
     return engine
 
 options = ServerOptions(model_name="fake", port=0, grace_seconds=float(sys.argv[2]))
-sys.exit(serve(make_engine, options, lambda url: print(url, flush=True)))
+code = serve(make_engine, options, lambda url: print(url, flush=True))
+exit_within_limit()
+sys.exit(code)
 """
 
 

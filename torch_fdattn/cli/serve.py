@@ -16,6 +16,9 @@ from torch_fdattn.models import load_tokenizer, resolve
 from torch_fdattn.models.errors import require
 from torch_fdattn.server import ServerOptions
 
+#: For the engine and the process group to be closed, and for a thread that compiles a grammar.
+_END_SECONDS = 30.0
+
 
 def run(
     world: World,
@@ -44,7 +47,7 @@ def run(
 
 
 def _serve(llm: LLM, options: ServerOptions, world: World) -> int:
-    from torch_fdattn.server.run import AddressError, serve
+    from torch_fdattn.server.run import AddressError, exit_within_limit, serve
 
     where = f"{world.device}, {world.size} ranks" if world.size > 1 else world.device
 
@@ -54,9 +57,11 @@ def _serve(llm: LLM, options: ServerOptions, world: World) -> int:
             stderr.print("fdattn: whoever reaches this address can use it: --api-key, or FDATTN_API_KEY, asks for a key")  # fmt: skip
 
     try:
-        return serve(lambda: AsyncLLM(llm), options, announce)
+        code = serve(lambda: AsyncLLM(llm), options, announce)
     except AddressError as error:
         raise UsageError(str(error)) from None
+    exit_within_limit(_END_SECONDS)
+    return code
 
 
 def _follow(llm: LLM) -> int:

@@ -28,12 +28,13 @@ _IDLE_SECONDS = 75
 _POLL_SECONDS = 1.0  # between looks at whether the engine lives while nobody asks it anything
 
 
-def exit_within_limit(seconds: float = _PROCESS_SECONDS) -> None:
+def exit_within_limit(seconds: float = _PROCESS_SECONDS) -> threading.Timer:
     """Ends the process with exit code 1 in time, whatever its threads wait for: those that wait for a device, or for another
     rank, do not end by themselves."""
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
+    return timer
 
 
 class AddressError(OSError):
@@ -48,7 +49,8 @@ def serve(
     The first signal ends it gracefully: no new requests, and `options.grace_seconds` for those in
     progress, which then get 503 or an error event. The second ends it at once. Where the engine has failed
     the process is gone within 10 s with exit code 1, whatever its threads wait for; so it is, 10 s behind the
-    grace, where a thread does not end.
+    grace, where the server does not end. Who ends the process then calls `exit_within_limit` before: a thread
+    that compiles a grammar is waited for.
 
     Args:
         make_engine: called in the event loop, once the address is the server's.
@@ -57,13 +59,13 @@ def serve(
     Raises:
         AddressError: the address is taken, or not this machine's.
     """
-    with _listen(options) as listener:
-        return asyncio.run(_serve(make_engine, options, announce, listener))
+    with _listen(options) as listener, contextlib.ExitStack() as at_end:
+        return asyncio.run(_serve(make_engine, options, announce, listener, at_end))
 
 
 async def _serve(
     make_engine: Callable[[], AsyncEngine], options: ServerOptions, announce: Callable[[str], None],
-    listener: socket.socket,
+    listener: socket.socket, at_end: contextlib.ExitStack,
 ) -> int:  # fmt: skip
     engine = make_engine()
     app = make_app(engine, options)
@@ -75,7 +77,7 @@ async def _serve(
         server.force_exit = server.should_exit
         if not server.should_exit:
             loop.call_later(options.grace_seconds, lambda: loop.create_task(service.end_answers()))
-            exit_within_limit(options.grace_seconds + _PROCESS_SECONDS)
+            at_end.callback(exit_within_limit(options.grace_seconds + _PROCESS_SECONDS).cancel)
         server.should_exit = service.is_draining = True
 
     def fail() -> None:
