@@ -19,7 +19,7 @@ class ServerOptions:
         max_prompt_tokens: of one prompt; 400 beyond. None: what the engine takes.
         max_sequences: answers in progress, which is prompts times n; 429 beyond.
         body_seconds: within which a request's body must have come; 408 beyond.
-        write_seconds: how long a reader that takes nothing is waited for before its request is ended.
+        write_seconds: within which a reader must take 64 KiB of what waits for it; its connection is closed otherwise.
         grace_seconds: how long a shutdown waits for answers in progress.
 
     Examples:
