@@ -50,21 +50,27 @@ def kernel_of(form: Form) -> str:
     return f"{'varlen_' if form.layout == 'packed' else ''}attention_backward/hopper"
 
 
+def check_exact(
+    form: Form, head_dim: int, kv_heads: int, dtype: torch.dtype, ordered: bool, grad_dtype: torch.dtype | None = None
+) -> None:  # fmt: skip
+    calls, form_of = [], in_order if ordered else same
+    for _ in range(3):
+        sequences = selecting(form, head_dim, HEADS, kv_heads, "cuda", largest=1)
+        douts = sparse_gradients(sequences)
+        expected = [x.to(grad_dtype or dtype) for x in exact_gradients(form, sequences, douts)]
+        assert all(x.any() for x in expected)
+        call = backward_of(form, sequences, douts, dtype, grad_dtype)
+        calls.append(Checked(form_of(call), expected))
+    repeated(kernel_of(form), calls, 1000)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 4])
 @EACH_FORM
 @IN_ORDER
 def test_a_thousand_exact_gradients(ordered, form, head_dim, kv_heads, dtype):
     """dQ too: sums without rounding are the same in any order."""
-    form, calls = FORMS[form], []
-    form_of = in_order if ordered else same
-    for _ in range(3):
-        sequences = selecting(form, head_dim, HEADS, kv_heads, "cuda", largest=1)
-        douts = sparse_gradients(sequences)
-        expected = [x.to(dtype) for x in exact_gradients(form, sequences, douts)]
-        assert all(x.any() for x in expected)
-        calls.append(Checked(form_of(backward_of(form, sequences, douts, dtype)), expected))
-    repeated(kernel_of(form), calls, 1000)
+    check_exact(FORMS[form], head_dim, kv_heads, dtype, ordered)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -72,15 +78,7 @@ def test_a_thousand_exact_gradients(ordered, form, head_dim, kv_heads, dtype):
 @IN_ORDER
 def test_a_thousand_exact_gradients_in_float32(ordered, form, head_dim):
     """As ring attention asks for them."""
-    form, calls = FORMS[form], []
-    form_of = in_order if ordered else same
-    for _ in range(3):
-        sequences = selecting(form, head_dim, HEADS, HEADS // 4, "cuda", largest=1)
-        douts = sparse_gradients(sequences)
-        expected = [x.float() for x in exact_gradients(form, sequences, douts)]
-        call = backward_of(form, sequences, douts, torch.bfloat16, torch.float32)
-        calls.append(Checked(form_of(call), expected))
-    repeated(kernel_of(form), calls, 1000)
+    check_exact(FORMS[form], head_dim, HEADS // 4, torch.bfloat16, ordered, torch.float32)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -150,11 +150,11 @@ def check_positions(
         pairs = zip(last, given, versions, strict=True)
         if all(ref() is x and seen == version for (ref, seen), x, version in pairs):
             return
-    deaf = model_that_embeds_no_positions(sys._getframe(1))
-    if deaf is not None:
+    model_name = model_that_embeds_no_positions(sys._getframe(1))
+    if model_name is not None:
         raise NotImplementedError(
             f"{place} needs a model whose forward has position_ids as a parameter, which its embedding of positions reads, "
-            f"got {deaf}: its position_ids go to the layers alone, and its embedding counts this rank's own tokens. Compiled, "
+            f"got {model_name}: its position_ids go to the layers alone, and its embedding counts this rank's own tokens. Compiled, "
             'options={"context_parallel": …} of the backend "fdattn" shows where it makes positions; take a model that '
             "embeds position_ids"
         )
