@@ -40,6 +40,7 @@ DRAWN = {
 FILES = {
     "row_ranges": "tests/ops/attention/test_row_ranges.py",
     "hopper_pairs": "tests/ops/attention/test_hopper_pairs.py",
+    "hopper_packed_pages": "tests/ops/attention/test_hopper.py::test_packed_sequences_over_pages",
     "hopper_pages": "tests/ops/varlen_attention/test_varlen_hopper_pages.py",
 }
 
