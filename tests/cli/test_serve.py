@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.cli.commands import invoke, refused
 from tests.forked import call_on_ranks
@@ -15,6 +17,8 @@ from tests.ports import free_port
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import served
 from torch_fdattn import models
+from torch_fdattn.cli import setup
+from torch_fdattn.cli.world import World
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,29 @@ from torch_fdattn import models
 )  # fmt: skip
 def test_refusals(message: str, arguments: list[str]) -> None:
     refused(message, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "more", "expected"),
+    [
+        (None, "cuda", {}, setup.SERVED_PROMPT_GRAPH_TOKENS),
+        (0, "cuda", {}, 0),
+        (64, "cuda", {}, 64),
+        (None, "cpu", {}, 0),
+        (None, "cuda", {"kv_dtype": setup.KVDType.int8}, 0),
+        (None, "cuda:1", {"shared": True}, 0),
+    ],
+)
+def test_which_prompts_a_server_captures(monkeypatch, given, device, more, expected) -> None:
+    """What the engine would refuse is not asked of it by default."""
+    monkeypatch.setattr(setup, "LLM", lambda *_, prompt_graph_tokens, **__: prompt_graph_tokens)
+    group = SimpleNamespace(group_name="cache") if more.pop("shared", False) else None
+    plain = dict(max_batch_tokens=64, page_size=16, enable_prefix_caching=True, ngram_tokens=0)
+    options = setup.EngineOptions(
+        **plain, kv_dtype=more.get("kv_dtype", setup.KVDType.auto), prompt_graph_tokens=given
+    )
+    world = World(0, 1 if group is None else 2, torch.device(device), group)
+    assert options.make(None, None, world) == expected
 
 
 def test_bench_of_a_running_server(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Passes of prompts alone by bucket: what pads them leaves no trace; captured where there is a GPU."""
+"""Passes of prompts by bucket, alone and beside decodes: what pads them leaves no trace; captured where there is a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tests.engine.expected import expect_greedy
 from tests.engine.repeated import repeated as repeated
 from tests.engine.tiny import PROMPTS, random_model
-from torch_fdattn.engine import LLM, SamplingParams
+from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams
 from torch_fdattn.engine.prompt_graphs import CHUNKS, PromptGraphs, prompt_buckets
 
 LONGER = [prompt for prompt in PROMPTS if len(prompt) > 1]  # a single token is one of the decodes
@@ -42,7 +42,7 @@ def expect_no_trace(llm: LLM) -> None:
 
 @pytest.mark.parametrize("tokens", [8192, 14])
 def test_buckets_give_the_tokens_of_eager_passes(repeated, tokens):
-    """30 tokens of prompts in one pass, or in chunks of at most 14, of which some draw nothing."""
+    """30 tokens of prompts in one pass, or in three of at most 14, of which two are beside decodes."""
     model = random_model("cpu")
     eager = LLM(model, max_batch_tokens=tokens, **SIZES)
     llm, graphs = captured(model, max_batch_tokens=tokens)
@@ -50,7 +50,7 @@ def test_buckets_give_the_tokens_of_eager_passes(repeated, tokens):
     for output, other in zip(found, expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
         expect_greedy(model, output.prompt_token_ids, output.outputs[0])
-    assert calls(graphs) == ({32: 1} if tokens == 8192 else {16: 1})
+    assert calls(graphs) == ({32: 1} if tokens == 8192 else {16: 3})
     torch.testing.assert_close(llm._runner._kv.k, eager._runner._kv.k, atol=1e-4, rtol=1e-4)
     expect_no_trace(llm)
 
@@ -65,6 +65,60 @@ def test_a_prompt_behind_a_cached_prefix(repeated):
     expect_greedy(model, output.prompt_token_ids, output.outputs[0])
     assert calls(graphs) == {24: 1, 16: 1}
     expect_no_trace(llm)
+
+
+def run_in_turns(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict:
+    """A new request each second step, beside those that decode."""
+    left, outputs = list(enumerate(zip(prompts, params, strict=True))), {}
+    while left or llm.has_unfinished:
+        if left:
+            name, (prompt, own) = left.pop(0)
+            llm.add_request(str(name), prompt, own)
+        for _ in range(2):
+            for output in llm.step():
+                outputs[output.request_id] = output
+    return outputs
+
+
+@pytest.mark.parametrize("speculation", [None, NgramSpeculation(max_tokens=3)], ids=["", "n-grams"])
+def test_prompts_beside_decodes(repeated, speculation):
+    """Two passes, each in its graphs, give the tokens and log-probabilities of one, whatever is drawn and in whatever order."""
+    model = random_model("cpu")
+    params = [
+        SamplingParams(temperature=t, seed=5, max_tokens=9, logprobs=64, n=n, **more)
+        for t, n, more in ((0, 1, {}), (0.9, 2, {}), (0.7, 1, {"top_k": 9}), (0, 1, {"min_p": 0.1}))
+    ]
+    prompts = [[*prompt, *prompt] for prompt in (*LONGER, [3, 1])]
+    eager = run_in_turns(LLM(model, speculation=speculation, **SIZES), prompts, params)
+    llm, graphs = captured(model, speculation=speculation)
+    found = run_in_turns(llm, prompts, params)
+    assert found.keys() == eager.keys()
+    for name, output in found.items():
+        for one, other in zip(output.outputs, eager[name].outputs, strict=True):
+            assert one.token_ids == other.token_ids
+            for entries, others in zip(one.logprobs, other.logprobs, strict=True):
+                for token, entry in entries.items():
+                    assert abs(entry.logprob - others[token].logprob) < 1e-4
+    assert sum(calls(graphs).values()) == len(prompts)
+    expect_no_trace(llm)
+
+
+def test_a_last_token_whose_prefix_this_step_stores(repeated):
+    """A sequence that joins with one token to compute is one of the decodes, and sees what the step's prompt stores: one pass."""
+    model = random_model("cpu")
+    llm, graphs = captured(model)
+    prompt = list(range(1, 18))
+    llm.add_request("decodes", PROMPTS[0], PARAMS)
+    llm.step()
+    assert sum(calls(graphs).values()) == 1
+    llm.add_request("stores", prompt, PARAMS)
+    llm.add_request("sees", prompt, PARAMS)
+    while llm.has_unfinished:
+        for output in llm.step():
+            if output.finished:
+                expect_greedy(model, output.prompt_token_ids, output.outputs[0])
+    assert llm.stats().prefix_hit_tokens == 16
+    assert sum(calls(graphs).values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -114,6 +168,9 @@ def test_captured_passes_give_the_models_tokens(device):
     model = random_model(device)
     llm = LLM(model, prompt_graph_tokens=48, **SIZES)
     for output in llm.generate([*LONGER, PROMPTS[0] * 2], PARAMS):
+        expect_greedy(model, output.prompt_token_ids, output.outputs[0])
+    params = [PARAMS] * len(LONGER)
+    for output in run_in_turns(llm, [[*x, *x] for x in LONGER], params).values():
         expect_greedy(model, output.prompt_token_ids, output.outputs[0])
     for prompt in (*LONGER, PROMPTS[3] * 2):  # alone, behind prefixes
         (output,) = llm.generate([prompt], PARAMS)

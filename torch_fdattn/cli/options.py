@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 from typer.models import OptionInfo
 
-from torch_fdattn.cli.setup import DType, KVDType, KVStrategy, TPStrategy
+from torch_fdattn.cli.setup import (
+    SERVED_PROMPT_GRAPH_TOKENS,
+    DType,
+    KVDType,
+    KVStrategy,
+    TPStrategy,
+)
 
 
 def _one_of(kind: type[StrEnum], what: str) -> OptionInfo:
@@ -58,7 +64,15 @@ NgramTokens = Annotated[
 PromptGraphTokens = Annotated[
     int,
     typer.Option(
-        min=0, help="Capture steps of prompts of up to so many tokens in CUDA graphs; 0: none."
+        min=0, help="Capture passes of prompts of up to so many tokens in CUDA graphs; 0: none."
+    ),
+]
+ServedPromptGraphTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Capture passes of prompts of up to so many tokens in CUDA graphs; 0: none. Default: "
+        f"{SERVED_PROMPT_GRAPH_TOKENS} on CUDA, without --kv-dtype and where ranks share no positions.",
     ),
 ]
 ApiKey = Annotated[

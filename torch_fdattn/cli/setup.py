@@ -19,6 +19,9 @@ from torch_fdattn.engine.paged_step import PagedKV
 from torch_fdattn.models import Tokenizer, Transformer, load_model
 from torch_fdattn.models.parallelize import local_kv_heads
 
+#: Where a server's prompts are captured in CUDA graphs, up to so many tokens in a pass.
+SERVED_PROMPT_GRAPH_TOKENS = 1024
+
 
 class DType(StrEnum):
     auto = "auto"
@@ -49,6 +52,7 @@ class EngineOptions:
     """What `engine.LLM` is told, under its names, and how ranks share it.
 
     ngram_tokens: its speculation's max_tokens, 0 for none.
+    prompt_graph_tokens: None: SERVED_PROMPT_GRAPH_TOKENS on CUDA, where the engine takes them, else 0.
     """
 
     max_num_seqs: int = 1
@@ -59,7 +63,7 @@ class EngineOptions:
     kv_dtype: KVDType
     enable_prefix_caching: bool
     ngram_tokens: int
-    prompt_graph_tokens: int = 0
+    prompt_graph_tokens: int | None = 0
     strategy: KVStrategy = KVStrategy.auto
     tensor_parallel: int = 1
     tp_strategy: TPStrategy = TPStrategy.auto
@@ -74,6 +78,12 @@ class EngineOptions:
     def stored(self) -> str | None:
         """The engine's kv_dtype."""
         return None if self.kv_dtype is KVDType.auto else self.kv_dtype.value
+
+    def _prompt_graph_tokens(self, world: World, kv_group: str | None) -> int:
+        if self.prompt_graph_tokens is not None:
+            return self.prompt_graph_tokens
+        takes_them = world.device.type == "cuda" and self.stored is None and kv_group is None
+        return SERVED_PROMPT_GRAPH_TOKENS if takes_them else 0
 
     def make(self, model: Transformer, tokenizer: Tokenizer | None, world: World) -> LLM:
         """The engine on this rank; what it refuses is a UsageError that begins with the option.
@@ -96,7 +106,7 @@ class EngineOptions:
                 max_model_len=self.max_model_len, pages=self.pages, page_size=self.page_size,
                 kv_dtype=self.stored, enable_prefix_caching=self.enable_prefix_caching, kv_group=kv_group,
                 strategy=strategy, tp_group=tp_group, speculation=speculation,
-                prompt_graph_tokens=self.prompt_graph_tokens, run_ahead=world.device.type != "cpu",
+                prompt_graph_tokens=self._prompt_graph_tokens(world, kv_group), run_ahead=world.device.type != "cpu",
             )  # fmt: skip
         except (ValueError, NotImplementedError) as error:
             raise UsageError(as_option(error)) from None

@@ -49,8 +49,9 @@ class LLM:
             prompts then attend over dequantised copies of their pages.
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
         cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA.
-        prompt_graph_tokens: steps of up to eight prompts alone are captured, too, up to so many tokens in all (at most
-            max_model_len and max_batch_tokens): short prompts do not wait for the host. Not with kv_dtype, kv_group or batch_invariant.
+        prompt_graph_tokens: passes of up to eight prompts are captured, too, up to so many tokens in all (at most
+            max_model_len and max_batch_tokens): short prompts, and decodes beside them, do not wait for the host. Not with
+            kv_dtype, kv_group or batch_invariant.
         kv_group: the process group that shares the cache by position: each rank has `pages` pages, of every sequence
             page_size tokens in turn, and computes its share of the prompts' tokens. `strategy`, `hierarchy`: of `dist.decode`.
         tp_group: the process group that the model is parallelised over. All ranks of both groups make the same calls; the

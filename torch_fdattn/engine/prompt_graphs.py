@@ -1,5 +1,5 @@
-"""Passes of prompts alone in CUDA graphs, one for each bucket of token counts: the host takes longer to launch a short one
-kernel by kernel than a GPU to compute it.
+"""Passes of prompts in CUDA graphs, one for each bucket of token counts: the host takes longer to launch a short one kernel by
+kernel than a GPU to compute it. Decodes of the same step run in a graph of their own before it.
 
 A pass of n tokens in up to `CHUNKS` chunks runs in the graph of the smallest bucket that holds n. What is left of the bucket
 is a chunk of the padding row, which has no pages: its tokens are stored nowhere, and see no key. Token ids, page tables and

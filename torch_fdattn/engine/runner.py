@@ -4,8 +4,9 @@ Everything is queued; nothing waits for the device. `LaunchedStep.read` waits, a
 
     update rows → positions, page tables, slots → forward → logits of the rows asked for → sample → rows → copy to host
 
-A step is one pass of the model, decodes first. In batch-invariant mode it is one pass of all decodes, padded to
-`max_num_seqs`, and one for each chunk of a prompt, so that no shape depends on what else is in the batch.
+A step is one pass of the model, decodes first, or one of decodes and one of chunks where both are captured. In
+batch-invariant mode it is one pass of all decodes, padded to `max_num_seqs`, and one for each chunk of a prompt, so that no
+shape depends on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ModelRunner:
         cuda_graph: whether passes of decodes alone are captured (`decode_graphs.py`).
         group: ranks that share the model, the cache or both: the first one's tokens are taken.
         batch_invariant: see above.
-        prompt_graph_tokens: passes of prompts alone are captured up to so many tokens (`prompt_graphs.py`); 0: none.
+        prompt_graph_tokens: passes of prompts are captured up to so many tokens (`prompt_graphs.py`); 0: none.
         speculation: what proposals steps may have.
 
     Attributes:
@@ -171,19 +172,29 @@ class ModelRunner:
         return all_to_host(logprobs_in_slices(self.model.logits, hidden, following, count))
 
     def _forward(self, step: ScheduledStep) -> Logits:
+        passes = [self._pass(*chunks) for chunks in self._passes(step)]
+        if len(passes) == 1:
+            return passes[0]
+        drawn_from = torch.cat([x.drawn_from for x in passes])
+        return Logits(drawn_from, [pair for x in passes for pair in x.prompts])
+
+    def _passes(self, step: ScheduledStep) -> list[tuple[list[Chunk], list[Chunk]]]:
+        """Decodes and prefills of each pass: of one, which reads the weights once; but of several where bits must not depend
+        on the batch, or where prompts are captured, so that decodes beside them do not wait for the host."""
         decodes, prefills = step.decodes, step.prefills
         if self._batch_invariant:
-            passes = [self._pass([], [chunk]) for chunk in prefills]
-            if decodes:
-                passes.insert(0, self._pass(decodes, []))
-            drawn_from = torch.cat([x.drawn_from for x in passes])
-            return Logits(drawn_from, [pair for x in passes for pair in x.prompts])
-        return self._pass(decodes, prefills)
+            alone = [([], [chunk]) for chunk in prefills]
+            return [(decodes, []), *alone] if decodes else alone
+        # One that joins with a single token to compute may see pages that this step's prompts store.
+        joins = any(chunk.sequence in step.admitted for chunk in decodes)
+        if decodes and self._can_replay(prefills) and not joins and not any(map(_asks_for_prompt, decodes)):  # fmt: skip
+            return [(decodes, []), ([], prefills)]
+        return [(decodes, prefills)]
 
     def _pass(self, decodes: list[Chunk], prefills: list[Chunk]) -> Logits:
         if decodes and not prefills and not any(map(_asks_for_prompt, decodes)):
             return self._decodes_alone(decodes)
-        if prefills and not decodes and self._can_replay(prefills):
+        if not decodes and self._can_replay(prefills):
             return self._prompts_alone(prefills)
         chunks, queries = [*decodes, *prefills], _queries_of(decodes)
         tokens, step = self._inputs(decodes, prefills, queries)
@@ -224,11 +235,11 @@ class ModelRunner:
         return Logits(logits[to_device([drawing], self._device)[0]], [])
 
     def _can_replay(self, prefills: list[Chunk]) -> bool:
-        """Whether a captured pass gives all that is asked of these."""
+        """Whether a captured pass gives all that is asked of these, which are one or more."""
         graphs, tokens = self._prompt_graphs, sum(chunk.count for chunk in prefills)
         if graphs is None or not self.replays_graphs or any(map(_asks_for_prompt, prefills)):
             return False
-        return graphs.holds(len(prefills), tokens)
+        return bool(prefills) and graphs.holds(len(prefills), tokens)
 
     def _prompts_alone(self, prefills: list[Chunk]) -> Logits:
         self.passes += 1
