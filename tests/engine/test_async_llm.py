@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.expected import expect_greedy
 from tests.engine.tiny import PROMPTS, random_model
-from torch_fdattn.engine import LLM, AsyncLLM, EngineDead, PromptError, SamplingParams
+from torch_fdattn.engine import LLM, AsyncLLM, EngineDead, PromptError, SamplingParams, async_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=100)
@@ -57,6 +57,36 @@ def test_many_at_the_same_time(llm):
         assert output.finished
         expect_greedy(model, output.prompt_token_ids, output.outputs[0])
     assert llm.stats().pages_used == 0
+
+
+def test_a_step_wakes_each_event_loop_once(llm, monkeypatch):
+    """Of two, whose requests run side by side: not once for each request."""
+    steps, wakes = [], []
+    step = llm.step
+    monkeypatch.setattr(llm, "step", lambda: steps.append(1) or step())
+
+    async def ask(engine, names):
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def counted(function, *arguments):
+            if function is async_llm._set_all:
+                wakes.append(len(arguments[0]))
+            return wake(function, *arguments)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        streams = [engine.generate(PROMPTS[0], LONG, name) for name in names]
+        return await asyncio.gather(*map(last, streams))
+
+    async def main(engine):
+        other = asyncio.to_thread(asyncio.run, ask(engine, "abc"))
+        return await asyncio.gather(ask(engine, "defgh"), other)
+
+    for outputs in run(llm, main):
+        assert all(len(x.outputs[0].token_ids) == 100 for x in outputs)
+    assert max(wakes) == 5
+    assert len(wakes) <= 2 * len(steps)
+    assert sum(wakes) == 8 * 100
 
 
 def test_outputs_are_cumulative_and_a_slow_reader_gets_the_newest(llm):

@@ -199,12 +199,14 @@ def test_a_record_of_a_cpu_says_so(tmp_path) -> None:
 def test_a_checkpoint_is_transformers_model(tmp_path) -> None:
     """The folder that peers read gives our model's logits."""
     transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
-    from torch_fdattn.models import Transformer
+    from torch_fdattn.models import Transformer, load_tokenizer
     from torch_fdattn.server.bench.peers.checkpoint import save_checkpoint
 
     torch.manual_seed(0)
     model = Transformer(CONFIG).eval().requires_grad_(False)
     save_checkpoint(model, tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert all(tokenizer.decode([i]) for i in range(1, CONFIG.vocab_size))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.tensor([[5, 9, 33, 60]])
     with torch.no_grad():

@@ -122,6 +122,23 @@ def test_a_dead_engine_ends_an_idle_process() -> None:
         assert server.wait(10) == 1
 
 
+def test_the_event_loop_waits_little_for_the_engine() -> None:
+    """Python's own interval holds again when the server has ended."""
+    from tests.server.running import options
+    from torch_fdattn.server.run import serve
+
+    before, seen = sys.getswitchinterval(), []
+
+    def make_engine():
+        seen.append(sys.getswitchinterval())
+        raise RuntimeError("no engine")
+
+    with pytest.raises(RuntimeError, match="no engine"):
+        serve(make_engine, options(port=0), print)
+    assert seen == [pytest.approx(1e-4)]
+    assert sys.getswitchinterval() == before
+
+
 def test_a_port_that_is_taken() -> None:
     from tests.server.fake_engine import FakeEngine
     from tests.server.running import options

@@ -29,6 +29,7 @@ from torch_fdattn.engine.sampling_params import SamplingParams
 from torch_fdattn.engine.structured import Matcher
 
 _log = logging.getLogger(__name__)
+_Result = RequestOutput | Exception | None
 
 
 class EngineDead(RuntimeError):
@@ -126,7 +127,7 @@ class AsyncLLM:
 
         def run() -> None:
             self._abort(request_id, None)
-            self._put(done, None)
+            self._put({done: None})
 
         self._send(run, done)
         try:
@@ -205,8 +206,7 @@ class AsyncLLM:
                 while self._obey():
                     if self._followers is not None:
                         self._followers.step()
-                    for output in self.llm.step():
-                        self._deliver(output.request_id, output)
+                    self._deliver(self.llm.step())
         except Exception as raised:
             error = raised if self._followers is None else self._followers.cause_of(raised)
         self._end(error)
@@ -222,8 +222,7 @@ class AsyncLLM:
             if self._has_ended:
                 return
             self._has_ended, self._error = True, error
-            for mailbox in self._waiting:
-                mailbox.put(self._dead())
+            _put_all({mailbox: self._dead() for mailbox in self._waiting})
             self._commands.put(None)  # the thread may wait for one
         if error is not None:
             told = None if isinstance(error, RankLost) else error
@@ -250,7 +249,7 @@ class AsyncLLM:
         try:
             self.llm.add_request(request_id, prompt, params, grammar)
         except Exception as error:  # the caller's: the engine goes on
-            self._put(mailbox, error)
+            self._put({mailbox: error})
             if number is not None:
                 self._forget(number)
             return
@@ -269,39 +268,54 @@ class AsyncLLM:
         if (output := self.llm.abort(request_id)) is not None:
             if self._followers is not None:
                 self._followers.abort(request_id)
-            self._deliver(request_id, output)
+            self._deliver([output])
 
-    def _deliver(self, request_id: str, output: RequestOutput) -> None:
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
         running = self._running
-        self._put(running.pop(request_id) if output.finished else running[request_id], output)
+        mailboxes = [
+            running.pop(x.request_id) if x.finished else running[x.request_id] for x in outputs
+        ]
+        self._put(dict(zip(mailboxes, outputs, strict=True)))
 
-    def _put(self, mailbox: _Mailbox, result: RequestOutput | Exception | None) -> None:
+    def _put(self, results: dict[_Mailbox, _Result]) -> None:
         """Neither the engine's end nor a mailbox's last result is replaced by the other."""
         with self._lock:
             if self._has_ended:
                 return
-            mailbox.put(result)
-            if not isinstance(result, RequestOutput) or result.finished:
-                self._waiting.discard(mailbox)
+            _put_all(results)
+            for mailbox, result in results.items():
+                if not isinstance(result, RequestOutput) or result.finished:
+                    self._waiting.discard(mailbox)
 
 
 class _Mailbox:
-    """The newest result of a request, from any thread to the coroutine that made this."""
+    """The newest result of a request, from any thread (`_put_all`) to the coroutine that made this."""
 
     def __init__(self) -> None:
-        self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
-        self._results: deque[RequestOutput | Exception | None] = deque(maxlen=1)
-
-    def put(self, result: RequestOutput | Exception | None) -> None:
-        self._results.append(result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._event.set)
+        self.loop, self.event = asyncio.get_running_loop(), asyncio.Event()
+        self.results: deque[_Result] = deque(maxlen=1)
 
     async def take(self) -> RequestOutput | None:
-        while not self._results:  # an event may be that of a result which was taken already
-            await self._event.wait()
-            self._event.clear()
-        result = self._results.pop()
+        while not self.results:  # an event may be that of a result which was taken already
+            await self.event.wait()
+            self.event.clear()
+        result = self.results.pop()
         if isinstance(result, Exception):
             raise result
         return result
+
+
+def _put_all(results: dict[_Mailbox, _Result]) -> None:
+    """Wakes each event loop once: to wake it is a system call, at which a thread hands Python's lock to the loop's."""
+    events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for mailbox, result in results.items():
+        mailbox.results.append(result)
+        events.setdefault(mailbox.loop, []).append(mailbox.event)
+    for loop, own in events.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_set_all, own)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

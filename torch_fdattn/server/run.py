@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -25,6 +26,10 @@ _ANSWERS_SECONDS, _PROCESS_SECONDS = 4.0, 8.0
 #: Of a connection. Longer than clients keep theirs (httpx, and OpenAI's client by it, 5 s): where both end it at the
 #: same time, a request on its way is lost.
 _IDLE_SECONDS = 75
+#: How long a thread may keep Python's lock while another one waits for it. The engine's thread, which wants it all the time where the
+#: host is what a step waits for, would keep it for Python's 5 ms each time that the event loop has something to do, and a request
+#: needs it a dozen times before its first token.
+_SWITCH_SECONDS = 1e-4
 _POLL_SECONDS = 1.0  # between looks at whether the engine lives while nobody asks it anything
 
 
@@ -60,6 +65,8 @@ def serve(
         AddressError: the address is taken, or not this machine's.
     """
     with _listen(options) as listener, contextlib.ExitStack() as at_end:
+        at_end.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_SWITCH_SECONDS)
         return asyncio.run(_serve(make_engine, options, announce, listener, at_end))
 
 

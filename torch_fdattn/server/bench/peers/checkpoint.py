@@ -56,12 +56,13 @@ def save_checkpoint(model: Transformer, folder: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _save_tokenizer(folder)
+    _save_tokenizer(folder, config.vocab_size)
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word for each id: a token without text has no event in a stream, whose times are then those of others."""
     tokenizers = require("tokenizers", "A peer's model")
-    vocabulary = {f"w{i}": i for i in range(1000)}
+    vocabulary = {f"w{i}": i for i in range(vocab_size)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
