@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 from pathlib import Path
@@ -42,26 +43,36 @@ def test_refusals(message: str, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "more", "expected"),
+    ("arguments", "device", "capability", "ranks", "expected"),
     [
-        (None, "cuda", {}, setup.SERVED_PROMPT_GRAPH_TOKENS),
-        (0, "cuda", {}, 0),
-        (64, "cuda", {}, 64),
-        (None, "cpu", {}, 0),
-        (None, "cuda", {"kv_dtype": setup.KVDType.int8}, 0),
-        (None, "cuda:1", {"shared": True}, 0),
+        ([], "cuda", (9, 0), 1, setup.SERVED_PROMPT_GRAPH_TOKENS),
+        (["--prompt-graph-tokens", "0"], "cuda", (9, 0), 1, 0),
+        (["--prompt-graph-tokens", "64"], "cuda", (8, 0), 1, 64),
+        ([], "cpu", None, 1, 0),
+        ([], "cuda", (8, 0), 1, 0),
+        (["--kv-dtype", "int8"], "cuda", (9, 0), 1, 0),
+        ([], "cuda:1", (9, 0), 2, 0),
     ],
 )
-def test_which_prompts_a_server_captures(monkeypatch, given, device, more, expected) -> None:
-    """What the engine would refuse is not asked of it by default."""
-    monkeypatch.setattr(setup, "LLM", lambda *_, prompt_graph_tokens, **__: prompt_graph_tokens)
-    group = SimpleNamespace(group_name="cache") if more.pop("shared", False) else None
-    plain = dict(max_batch_tokens=64, page_size=16, enable_prefix_caching=True, ngram_tokens=0)
-    options = setup.EngineOptions(
-        **plain, kv_dtype=more.get("kv_dtype", setup.KVDType.auto), prompt_graph_tokens=given
-    )
-    world = World(0, 1 if group is None else 2, torch.device(device), group)
-    assert options.make(None, None, world) == expected
+def test_which_prompts_a_server_captures(
+    monkeypatch, arguments, device, capability, ranks, expected
+) -> None:
+    """By default what was measured, and what the engine takes."""
+    asked = []
+    monkeypatch.setattr(setup, "LLM", lambda *_, **given: asked.append(given))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    group = SimpleNamespace(group_name="cache") if ranks > 1 else None
+    world = World(0, ranks, torch.device(device), group)
+
+    def run(_, model, dtype, engine, server) -> int:
+        engine.make(None, None, world)
+        return 0
+
+    # The package's attribute of this name is the command.
+    monkeypatch.setattr(importlib.import_module("torch_fdattn.cli.serve"), "run", run)
+    done = invoke("serve", "--model", "x", *arguments)
+    assert done.exit_code == 0, done.output
+    assert asked[0]["prompt_graph_tokens"] == expected
 
 
 def test_bench_of_a_running_server(tmp_path) -> None:

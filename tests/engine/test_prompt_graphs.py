@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from tests.engine.expected import expect_greedy
 from tests.engine.repeated import repeated as repeated
 from tests.engine.tiny import PROMPTS, random_model
 from torch_fdattn.engine import LLM, NgramSpeculation, SamplingParams
+from torch_fdattn.engine.decode_graphs import DecodeGraphs
 from torch_fdattn.engine.prompt_graphs import CHUNKS, PromptGraphs, prompt_buckets
 
 LONGER = [prompt for prompt in PROMPTS if len(prompt) > 1]  # a single token is one of the decodes
@@ -23,9 +26,13 @@ def test_buckets():
 
 
 def captured(model, largest: int = 40, **options) -> tuple[LLM, PromptGraphs]:
-    """An engine of CPU passes whose prompts go through buckets."""
+    """An engine of CPU passes whose decodes and prompts go through buckets."""
     llm = LLM(model, **SIZES | options)
-    runner = llm._runner
+    runner, batch = llm._runner, SIZES["max_num_seqs"]
+    runner._graphs = DecodeGraphs(runner._decode, runner.rows, batch, 1, runner._draw)
+    if "speculation" in options:
+        proposed = functools.partial(runner._decode, queries=runner._max_queries)
+        runner._speculative_graphs = DecodeGraphs(proposed, runner.rows, batch, 1)
     runner._prompt_graphs = PromptGraphs(runner._prompts, runner.rows, largest)
     return llm, runner._prompt_graphs
 
@@ -80,8 +87,8 @@ def run_in_turns(llm: LLM, prompts: list[list[int]], params: list[SamplingParams
     return outputs
 
 
-@pytest.mark.parametrize("speculation", [None, NgramSpeculation(max_tokens=3)], ids=["", "n-grams"])
-def test_prompts_beside_decodes(repeated, speculation):
+@pytest.mark.parametrize("options", [{}, {"speculation": NgramSpeculation(max_tokens=3)}], ids=["", "n-grams"])  # fmt: skip
+def test_prompts_beside_decodes(repeated, options):
     """Two passes, each in its graphs, give the tokens and log-probabilities of one, whatever is drawn and in whatever order."""
     model = random_model("cpu")
     params = [
@@ -89,8 +96,8 @@ def test_prompts_beside_decodes(repeated, speculation):
         for t, n, more in ((0, 1, {}), (0.9, 2, {}), (0.7, 1, {"top_k": 9}), (0, 1, {"min_p": 0.1}))
     ]
     prompts = [[*prompt, *prompt] for prompt in (*LONGER, [3, 1])]
-    eager = run_in_turns(LLM(model, speculation=speculation, **SIZES), prompts, params)
-    llm, graphs = captured(model, speculation=speculation)
+    eager = run_in_turns(LLM(model, **SIZES, **options), prompts, params)
+    llm, graphs = captured(model, **options)
     found = run_in_turns(llm, prompts, params)
     assert found.keys() == eager.keys()
     for name, output in found.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 
@@ -196,17 +197,25 @@ def test_a_record_of_a_cpu_says_so(tmp_path) -> None:
     assert json.loads((tmp_path / "figures.json").read_text())["device"] == "cpu"
 
 
+def test_a_checkpoints_tokens_have_text(tmp_path) -> None:
+    """All but the first, which ends a text: in a stream each has an event of its own."""
+    from torch_fdattn.models import Transformer, load_tokenizer
+    from torch_fdattn.server.bench.peers.checkpoint import save_checkpoint
+
+    save_checkpoint(Transformer(dataclasses.replace(CONFIG, vocab_size=1500)), tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert [i for i in range(1500) if not tokenizer.decode([i])] == [0]
+
+
 def test_a_checkpoint_is_transformers_model(tmp_path) -> None:
     """The folder that peers read gives our model's logits."""
     transformers = pytest.importorskip("transformers", reason="transformers is the reference here")
-    from torch_fdattn.models import Transformer, load_tokenizer
+    from torch_fdattn.models import Transformer
     from torch_fdattn.server.bench.peers.checkpoint import save_checkpoint
 
     torch.manual_seed(0)
     model = Transformer(CONFIG).eval().requires_grad_(False)
     save_checkpoint(model, tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    assert all(tokenizer.decode([i]) for i in range(1, CONFIG.vocab_size))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.tensor([[5, 9, 33, 60]])
     with torch.no_grad():

@@ -72,7 +72,7 @@ ServedPromptGraphTokens = Annotated[
     typer.Option(
         min=0,
         help="Capture passes of prompts of up to so many tokens in CUDA graphs; 0: none. Default: "
-        f"{SERVED_PROMPT_GRAPH_TOKENS} on CUDA, without --kv-dtype and where ranks share no positions.",
+        f"{SERVED_PROMPT_GRAPH_TOKENS} on one GPU of sm_90 without --kv-dtype, else 0.",
     ),
 ]
 ApiKey = Annotated[

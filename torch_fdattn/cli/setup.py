@@ -19,7 +19,7 @@ from torch_fdattn.engine.paged_step import PagedKV
 from torch_fdattn.models import Tokenizer, Transformer, load_model
 from torch_fdattn.models.parallelize import local_kv_heads
 
-#: Where a server's prompts are captured in CUDA graphs, up to so many tokens in a pass.
+#: Of a server's prompts, so many in a pass are captured in CUDA graphs, where nothing else was asked for.
 SERVED_PROMPT_GRAPH_TOKENS = 1024
 
 
@@ -52,7 +52,8 @@ class EngineOptions:
     """What `engine.LLM` is told, under its names, and how ranks share it.
 
     ngram_tokens: its speculation's max_tokens, 0 for none.
-    prompt_graph_tokens: None: SERVED_PROMPT_GRAPH_TOKENS on CUDA, where the engine takes them, else 0.
+    prompt_graph_tokens: None: SERVED_PROMPT_GRAPH_TOKENS where that was measured, on one GPU of sm_90 with a cache in the model's
+        dtype, else 0.
     """
 
     max_num_seqs: int = 1
@@ -79,11 +80,12 @@ class EngineOptions:
         """The engine's kv_dtype."""
         return None if self.kv_dtype is KVDType.auto else self.kv_dtype.value
 
-    def _prompt_graph_tokens(self, world: World, kv_group: str | None) -> int:
+    def _prompt_graph_tokens(self, world: World) -> int:
         if self.prompt_graph_tokens is not None:
             return self.prompt_graph_tokens
-        takes_them = world.device.type == "cuda" and self.stored is None and kv_group is None
-        return SERVED_PROMPT_GRAPH_TOKENS if takes_them else 0
+        is_alone = world.device.type == "cuda" and world.group is None and self.stored is None
+        is_measured = is_alone and torch.cuda.get_device_capability(world.device) == (9, 0)
+        return SERVED_PROMPT_GRAPH_TOKENS if is_measured else 0
 
     def make(self, model: Transformer, tokenizer: Tokenizer | None, world: World) -> LLM:
         """The engine on this rank; what it refuses is a UsageError that begins with the option.
@@ -106,7 +108,7 @@ class EngineOptions:
                 max_model_len=self.max_model_len, pages=self.pages, page_size=self.page_size,
                 kv_dtype=self.stored, enable_prefix_caching=self.enable_prefix_caching, kv_group=kv_group,
                 strategy=strategy, tp_group=tp_group, speculation=speculation,
-                prompt_graph_tokens=self._prompt_graph_tokens(world, kv_group), run_ahead=world.device.type != "cpu",
+                prompt_graph_tokens=self._prompt_graph_tokens(world), run_ahead=world.device.type != "cpu",
             )  # fmt: skip
         except (ValueError, NotImplementedError) as error:
             raise UsageError(as_option(error)) from None

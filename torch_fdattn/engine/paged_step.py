@@ -7,7 +7,7 @@ then the tokens of P chunks, packed. Per layer:
     append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token
     attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
 
-So all of a step's tokens are stored in a layer before any attends there: chunks of one step may share pages.
+So all of a pass's tokens are stored in a layer before any attends there: chunks of one pass may share pages.
 """
 
 from __future__ import annotations

@@ -172,27 +172,30 @@ class ModelRunner:
         return all_to_host(logprobs_in_slices(self.model.logits, hidden, following, count))
 
     def _forward(self, step: ScheduledStep) -> Logits:
-        passes = [self._pass(*chunks) for chunks in self._passes(step)]
-        if len(passes) == 1:
-            return passes[0]
+        decodes, prefills = step.decodes, step.prefills
+        if self._batch_invariant:
+            # Decodes run last: the first token behind a prompt may see pages that a chunk of this step stores.
+            passes = [self._pass([], [chunk]) for chunk in prefills]
+            if decodes:
+                passes.insert(0, self._pass(decodes, []))
+        elif self._is_captured_in_parts(step):
+            # Decodes run first: chunks may see pages that these fill.
+            passes = [self._pass(decodes, []), self._pass([], prefills)]
+        else:
+            return self._pass(decodes, prefills)
         drawn_from = torch.cat([x.drawn_from for x in passes])
         return Logits(drawn_from, [pair for x in passes for pair in x.prompts])
 
-    def _passes(self, step: ScheduledStep) -> list[tuple[list[Chunk], list[Chunk]]]:
-        """Decodes and prefills of each pass: of one, which reads the weights once; but of several where bits must not depend
-        on the batch, or where prompts are captured, so that decodes beside them do not wait for the host."""
-        decodes, prefills = step.decodes, step.prefills
-        if self._batch_invariant:
-            alone = [([], [chunk]) for chunk in prefills]
-            return [(decodes, []), *alone] if decodes else alone
-        # One that joins with a single token to compute may see pages that this step's prompts store.
-        joins = any(chunk.sequence in step.admitted for chunk in decodes)
-        if decodes and self._can_replay(prefills) and not joins and not any(map(_asks_for_prompt, decodes)):  # fmt: skip
-            return [(decodes, []), ([], prefills)]
-        return [(decodes, prefills)]
+    def _is_captured_in_parts(self, step: ScheduledStep) -> bool:
+        """Whether decodes and prefills, one pass as a rule, are a captured one each, which do not wait for the host."""
+        # A sequence that joins with one token to compute is one of the decodes, and may see pages that the prefills store.
+        joins = any(chunk.sequence in step.admitted for chunk in step.decodes)
+        if not step.decodes or joins or any(chunk.asks_for_prompt for chunk in step.decodes):
+            return False
+        return self._can_replay(step.prefills)
 
     def _pass(self, decodes: list[Chunk], prefills: list[Chunk]) -> Logits:
-        if decodes and not prefills and not any(map(_asks_for_prompt, decodes)):
+        if decodes and not prefills and not any(chunk.asks_for_prompt for chunk in decodes):
             return self._decodes_alone(decodes)
         if not decodes and self._can_replay(prefills):
             return self._prompts_alone(prefills)
@@ -203,7 +206,7 @@ class ModelRunner:
         begin, drawing, prompts = 0, [], []
         for i, chunk in enumerate(chunks):
             end = begin + chunk.count
-            if _asks_for_prompt(chunk):
+            if chunk.asks_for_prompt:
                 prompts.append((chunk, hidden[begin:end]))
             drawing += range(end - len(chunk.draw_positions), end)
             begin = begin + queries if i < len(decodes) else end
@@ -237,7 +240,11 @@ class ModelRunner:
     def _can_replay(self, prefills: list[Chunk]) -> bool:
         """Whether a captured pass gives all that is asked of these, which are one or more."""
         graphs, tokens = self._prompt_graphs, sum(chunk.count for chunk in prefills)
-        if graphs is None or not self.replays_graphs or any(map(_asks_for_prompt, prefills)):
+        if (
+            graphs is None
+            or not self.replays_graphs
+            or any(chunk.asks_for_prompt for chunk in prefills)
+        ):
             return False
         return bool(prefills) and graphs.holds(len(prefills), tokens)
 
@@ -341,9 +348,3 @@ class ModelRunner:
 def _queries_of(decodes: list[Chunk]) -> int:
     """Tokens that each of them computes, padding included."""
     return max((chunk.count for chunk in decodes), default=1)
-
-
-def _asks_for_prompt(chunk: Chunk) -> bool:
-    sequence = chunk.sequence
-    asks = sequence.index == 0 and sequence.params.prompt_logprobs is not None
-    return asks and chunk.start < sequence.prompt_length - 1

@@ -46,6 +46,12 @@ class Chunk(NamedTuple):
         """Of the tokens that it draws."""
         return range(self.end - len(self.proposals), self.end + 1) if self.samples else range(0)
 
+    @property
+    def asks_for_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are asked of it."""
+        asks = self.sequence.index == 0 and self.sequence.params.prompt_logprobs is not None
+        return asks and self.start < self.sequence.prompt_length - 1
+
 
 class ScheduledStep(NamedTuple):
     """One step's work: every token is in one chunk."""
@@ -194,7 +200,8 @@ class Scheduler:
     def _compute(self, step: ScheduledStep, sequence: Sequence, count: int) -> None:
         start = sequence.num_computed
         sequence.num_computed += count
-        # Others of this step may read its pages: in a layer all of a step's tokens are stored before any attends.
+        # Others of this step may read its pages: in a layer all of a pass's tokens are stored before any attends, and where a
+        # step has several passes `ModelRunner._forward` puts them in the order in which they may read each other's.
         self._register(sequence)
         samples = sequence.num_computed == sequence.length
         sequence.in_flight += samples

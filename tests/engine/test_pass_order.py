@@ -1,0 +1,43 @@
+"""A step of several passes: none reads pages that a later one stores."""
+
+from __future__ import annotations
+
+from tests.engine.expected import expect_greedy
+from tests.engine.tiny import random_model
+from torch_fdattn.engine import LLM, SamplingParams
+
+
+def slots(chunk, begin: int, page_size: int) -> set[tuple[int, int]]:
+    """(page, place in it) of a chunk's sequence from position `begin` to the chunk's end."""
+    pages = chunk.sequence.pages
+    return {(pages[x // page_size], x % page_size) for x in range(begin, chunk.end)}
+
+
+def test_a_decode_behind_a_chunk_of_its_step(device, monkeypatch):
+    """Batch-invariant: a sequence that was preempted joins again, takes its whole prompt from pages that a chunk of the same
+    step stores, and is one of the decodes."""
+    model = random_model(device)
+    llm = LLM(
+        model, pages=8, page_size=4, max_num_seqs=3, max_batch_tokens=11, max_model_len=32,
+        batch_invariant=True, cuda_graph=False,
+    )  # fmt: skip
+    forward, readers = llm._runner._forward, []
+
+    def seen(step):
+        stored = [slots(chunk, chunk.start, 4) for chunk in step.prefills]
+        for chunk in step.decodes:
+            if slots(chunk, 0, 4) & set().union(*stored):
+                readers.append(chunk.sequence.request.request_id)
+        return forward(step)
+
+    monkeypatch.setattr(llm._runner, "_forward", seen)
+    llm.add_request("long", [1, 2, 3, 4, 5], SamplingParams(temperature=0, max_tokens=27))
+    two = SamplingParams(temperature=0, max_tokens=12, n=2)
+    llm.add_request("two", list(range(20, 28)), two)  # a chunk, of two pages
+    outputs = {}
+    while llm.has_unfinished:
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert readers == ["two"]
+    for output in outputs.values():
+        for completion in output.outputs:
+            expect_greedy(model, output.prompt_token_ids, completion)
