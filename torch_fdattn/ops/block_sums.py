@@ -37,11 +37,12 @@ def block_sums(x: Tensor, temperature: Tensor) -> BlockSums:
         found = BlockSums(largest, x.new_empty(shape, dtype=torch.int64), sums)
         launch_block_sums(x, temperature.contiguous(), *found)
         return found
-    padded = F.pad(x.float(), (0, -x.shape[1] % BLOCK), value=float("-inf"))
+    missing = -x.shape[1] % BLOCK
+    padded = F.pad(x.float(), (0, missing), value=float("-inf")) if missing else x.float()
     blocks = padded.unflatten(1, (-1, BLOCK))
     largest, at = blocks.max(-1)
-    # A block of -inf alone has no NaN: -inf - -inf.
-    distance = (blocks - largest[..., None]).where(blocks != float("-inf"), blocks)
-    sums = (distance / temperature[:, None, None]).exp().sum(-1)
+    # Finite, so that a block of -inf alone has no NaN: -inf - -inf.
+    weights = blocks - largest.clamp(min=torch.finfo(torch.float32).min)[..., None]
+    sums = weights.div_(temperature[:, None, None]).exp_().sum(-1)  # in place: less memory to pass over
     begins = torch.arange(0, padded.shape[1], BLOCK, device=x.device)
     return BlockSums(largest, begins + at, sums)
