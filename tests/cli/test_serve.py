@@ -48,7 +48,7 @@ def test_refusals(message: str, arguments: list[str]) -> None:
         ([], "cuda", (9, 0), 1, setup.SERVED_PROMPT_GRAPH_TOKENS),
         (["--prompt-graph-tokens", "0"], "cuda", (9, 0), 1, 0),
         (["--prompt-graph-tokens", "64"], "cuda", (8, 0), 1, 64),
-        ([], "cpu", None, 1, 0),
+        ([], "cpu", (9, 0), 1, 0),
         ([], "cuda", (8, 0), 1, 0),
         (["--kv-dtype", "int8"], "cuda", (9, 0), 1, 0),
         ([], "cuda:1", (9, 0), 2, 0),

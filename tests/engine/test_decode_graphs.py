@@ -63,6 +63,18 @@ OTHERS = [
 ]  # fmt: skip
 
 
+def test_batch_invariant_draws_are_replayed(repeated):
+    """Of a batch that is padded to its full size."""
+    model, options = random_model("cpu"), dict(max_num_seqs=6, max_batch_tokens=64, max_model_len=64, pages=40)  # fmt: skip
+    eager, llm = (LLM(model, batch_invariant=True, **options) for _ in range(2))
+    runner = llm._runner
+    runner._graphs = DecodeGraphs(runner._decode, runner.rows, 6, 6, runner._draw)
+    expected, found = (x.generate(PROMPTS[:3], PLAIN) for x in (eager, llm))
+    for output, other in zip(found, expected, strict=True):
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+    assert {size: graph.calls for size, graph in runner._graphs._draws.items()} == {6: 13}
+
+
 @pytest.mark.parametrize("other", [None, *OTHERS], ids=str)
 def test_draws_of_plain_batches_are_replayed(repeated, other):
     """The same tokens as eager draws; where one asks for more than a temperature, all are drawn outside."""

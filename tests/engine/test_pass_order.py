@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.engine.expected import expect_greedy
-from tests.engine.tiny import random_model
+from tests.engine.repeated import repeated as repeated
+from tests.engine.tiny import greedy, random_model
 from torch_fdattn.engine import LLM, SamplingParams
+from torch_fdattn.engine.prompt_graphs import PromptGraphs
 
 
 def slots(chunk, begin: int, page_size: int) -> set[tuple[int, int]]:
@@ -41,3 +43,33 @@ def test_a_decode_behind_a_chunk_of_its_step(device, monkeypatch):
     for output in outputs.values():
         for completion in output.outputs:
             expect_greedy(model, output.prompt_token_ids, completion)
+
+
+def test_a_captured_prompt_behind_a_decode_of_its_step(repeated, monkeypatch):
+    """A prompt takes over a page whose last token a decode of the same step stores."""
+    model = random_model("cpu")
+    llm = LLM(model, max_num_seqs=4, max_model_len=40, pages=40, page_size=4, run_ahead=False)
+    runner = llm._runner
+    runner._prompt_graphs = PromptGraphs(runner._prompts, runner.rows, 24)
+    forward, readers = runner._forward, []
+
+    def seen(step):
+        stored = [slots(chunk, chunk.start, 4) for chunk in step.decodes]
+        for chunk in step.prefills:
+            if slots(chunk, 0, 4) & set().union(*stored):
+                readers.append(chunk.sequence.request.request_id)
+        return forward(step)
+
+    monkeypatch.setattr(runner, "_forward", seen)
+    prompt, outputs = [5, 9, 33, 60, 2], {}
+    llm.add_request("fills", prompt, SamplingParams(temperature=0, max_tokens=12))
+    for _ in range(3):
+        llm.step()
+    # Seven are stored. The next step stores the eighth, which fills the second page.
+    prefix = [*prompt, *greedy(model, prompt, 3)]
+    llm.add_request("sees", [*prefix, 17, 18], SamplingParams(temperature=0, max_tokens=4))
+    while llm.has_unfinished:
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert readers == ["sees"]
+    for output in outputs.values():
+        expect_greedy(model, output.prompt_token_ids, output.outputs[0])

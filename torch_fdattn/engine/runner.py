@@ -4,9 +4,9 @@ Everything is queued; nothing waits for the device. `LaunchedStep.read` waits, a
 
     update rows → positions, page tables, slots → forward → logits of the rows asked for → sample → rows → copy to host
 
-A step is one pass of the model, decodes first, or one of decodes and one of chunks where both are captured. In
-batch-invariant mode it is one pass of all decodes, padded to `max_num_seqs`, and one for each chunk of a prompt, so that no
-shape depends on what else is in the batch.
+A step is one pass of the model, decodes first, or one of decodes and then one of chunks where both are captured. In
+batch-invariant mode it is one pass for each chunk of a prompt, and then one of all decodes, padded to `max_num_seqs`, so that
+no shape depends on what else is in the batch. Results are in the step's order, decodes first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_fdattn.engine.ngram_speculation import NgramSpeculation
 from torch_fdattn.engine.paged_step import Decodes, PagedKV, PagedStep, Prefills
 from torch_fdattn.engine.prompt_graphs import PromptGraphs
 from torch_fdattn.engine.sampler import PLAIN, Constraints, SampleNeeds, sample
-from torch_fdattn.engine.scheduler import Chunk, ScheduledStep
+from torch_fdattn.engine.scheduler import Chunk, ScheduledStep, queries_of
 from torch_fdattn.engine.sequence_rows import NO_PAGE, SequenceRows, to_device
 from torch_fdattn.engine.stats import weight_bytes
 from torch_fdattn.models import InferenceTransformer, Transformer
@@ -150,7 +150,7 @@ class ModelRunner:
         logits = found.drawn_from
         needs = SampleNeeds.of(params, positions)
         if found.draw is not None and needs.is_plain and constraints.is_empty:
-            tokens = found.draw()
+            tokens = found.draw()[: len(draws)]  # of a batch that is padded there are more
         else:
             numbers = [[chunk.row for chunk, _ in draws], positions]
             row_ids, lengths = to_device(numbers, self._device)
@@ -183,11 +183,13 @@ class ModelRunner:
             passes = [self._pass(decodes, []), self._pass([], prefills)]
         else:
             return self._pass(decodes, prefills)
+        if len(passes) == 1:
+            return passes[0]
         drawn_from = torch.cat([x.drawn_from for x in passes])
         return Logits(drawn_from, [pair for x in passes for pair in x.prompts])
 
     def _is_captured_in_parts(self, step: ScheduledStep) -> bool:
-        """Whether decodes and prefills, one pass as a rule, are a captured one each, which do not wait for the host."""
+        """Whether the step is two passes, of its decodes and of its prefills, each captured: the host is not waited for."""
         # A sequence that joins with one token to compute is one of the decodes, and may see pages that the prefills store.
         joins = any(chunk.sequence in step.admitted for chunk in step.decodes)
         if not step.decodes or joins or any(chunk.asks_for_prompt for chunk in step.decodes):
@@ -199,7 +201,7 @@ class ModelRunner:
             return self._decodes_alone(decodes)
         if not decodes and self._can_replay(prefills):
             return self._prompts_alone(prefills)
-        chunks, queries = [*decodes, *prefills], _queries_of(decodes)
+        chunks, queries = [*decodes, *prefills], queries_of(decodes)
         tokens, step = self._inputs(decodes, prefills, queries)
         self.passes += 1
         hidden = step.hidden(self.model, tokens)
@@ -219,7 +221,7 @@ class ModelRunner:
             numbers += [(self.rows.padding_row, 0, 1)] * (self._max_num_seqs - len(numbers))
         self.passes += 1
         inputs = self._to_rows(numbers)
-        queries = _queries_of(decodes)
+        queries = queries_of(decodes)
         graphs, draw = self._graphs if queries == 1 else self._speculative_graphs, None
         if graphs is not None and self.replays_graphs:
             if queries == 1 and self.group is None:
@@ -343,8 +345,3 @@ class ModelRunner:
 
     def _table_width(self, chunks: list[Chunk]) -> int:
         return max(len(chunk.sequence.pages) for chunk in chunks)
-
-
-def _queries_of(decodes: list[Chunk]) -> int:
-    """Tokens that each of them computes, padding included."""
-    return max((chunk.count for chunk in decodes), default=1)

@@ -61,6 +61,11 @@ class ScheduledStep(NamedTuple):
     admitted: list[Sequence]  # those of its sequences that have new rows
 
 
+def queries_of(decodes: list[Chunk]) -> int:
+    """Tokens that each of a pass's decodes computes, padding included."""
+    return max((chunk.count for chunk in decodes), default=1)
+
+
 class Scheduler:
     """First come, first served, over the pages of a pool.
 

@@ -43,6 +43,8 @@ def block_sums(x: Tensor, temperature: Tensor) -> BlockSums:
     largest, at = blocks.max(-1)
     # Finite, so that a block of -inf alone has no NaN: -inf - -inf.
     weights = blocks - largest.clamp(min=torch.finfo(torch.float32).min)[..., None]
-    sums = weights.div_(temperature[:, None, None]).exp_().sum(-1)  # in place: less memory to pass over
+    sums = (
+        weights.div_(temperature[:, None, None]).exp_().sum(-1)
+    )  # in place: less memory to pass over
     begins = torch.arange(0, padded.shape[1], BLOCK, device=x.device)
     return BlockSums(largest, begins + at, sums)

@@ -60,7 +60,7 @@ def save_checkpoint(model: Transformer, folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A word for each id but 0, which ends a text: a token without one has no event in a stream, whose times are then those of others."""
+    """A word for each id but 0, which ends a text: a token without text has no event in a stream."""
     tokenizers = require("tokenizers", "A peer's model")
     vocabulary = {f"w{i}": i for i in range(vocab_size)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
