@@ -8,11 +8,28 @@ from tests.engine.tiny import greedy, random_model
 from torch_fdattn.engine import LLM, SamplingParams
 from torch_fdattn.engine.prompt_graphs import PromptGraphs
 
+PAGE = 4
 
-def slots(chunk, begin: int, page_size: int) -> set[tuple[int, int]]:
+
+def slots(chunk, begin: int) -> set[tuple[int, int]]:
     """(page, place in it) of a chunk's sequence from position `begin` to the chunk's end."""
     pages = chunk.sequence.pages
-    return {(pages[x // page_size], x % page_size) for x in range(begin, chunk.end)}
+    return {(pages[x // PAGE], x % PAGE) for x in range(begin, chunk.end)}
+
+
+def record_readers(monkeypatch, llm, reading: str, storing: str) -> list[str]:
+    """Fills up with the requests whose chunks of one kind ("decodes", "prefills") see what the other kind's of the step store."""
+    forward, readers = llm._runner._forward, []
+
+    def recorded(step):
+        stored = {x for chunk in getattr(step, storing) for x in slots(chunk, chunk.start)}
+        for chunk in getattr(step, reading):
+            if slots(chunk, 0) & stored:
+                readers.append(chunk.sequence.request.request_id)
+        return forward(step)
+
+    monkeypatch.setattr(llm._runner, "_forward", recorded)
+    return readers
 
 
 def test_a_decode_behind_a_chunk_of_its_step(device, monkeypatch):
@@ -20,19 +37,10 @@ def test_a_decode_behind_a_chunk_of_its_step(device, monkeypatch):
     step stores, and is one of the decodes."""
     model = random_model(device)
     llm = LLM(
-        model, pages=8, page_size=4, max_num_seqs=3, max_batch_tokens=11, max_model_len=32,
+        model, pages=8, page_size=PAGE, max_num_seqs=3, max_batch_tokens=11, max_model_len=32,
         batch_invariant=True, cuda_graph=False,
     )  # fmt: skip
-    forward, readers = llm._runner._forward, []
-
-    def seen(step):
-        stored = [slots(chunk, chunk.start, 4) for chunk in step.prefills]
-        for chunk in step.decodes:
-            if slots(chunk, 0, 4) & set().union(*stored):
-                readers.append(chunk.sequence.request.request_id)
-        return forward(step)
-
-    monkeypatch.setattr(llm._runner, "_forward", seen)
+    readers = record_readers(monkeypatch, llm, "decodes", "prefills")
     llm.add_request("long", [1, 2, 3, 4, 5], SamplingParams(temperature=0, max_tokens=27))
     two = SamplingParams(temperature=0, max_tokens=12, n=2)
     llm.add_request("two", list(range(20, 28)), two)  # a chunk, of two pages
@@ -48,19 +56,10 @@ def test_a_decode_behind_a_chunk_of_its_step(device, monkeypatch):
 def test_a_captured_prompt_behind_a_decode_of_its_step(repeated, monkeypatch):
     """A prompt takes over a page whose last token a decode of the same step stores."""
     model = random_model("cpu")
-    llm = LLM(model, max_num_seqs=4, max_model_len=40, pages=40, page_size=4, run_ahead=False)
+    llm = LLM(model, max_num_seqs=4, max_model_len=40, pages=40, page_size=PAGE, run_ahead=False)
     runner = llm._runner
     runner._prompt_graphs = PromptGraphs(runner._prompts, runner.rows, 24)
-    forward, readers = runner._forward, []
-
-    def seen(step):
-        stored = [slots(chunk, chunk.start, 4) for chunk in step.decodes]
-        for chunk in step.prefills:
-            if slots(chunk, 0, 4) & set().union(*stored):
-                readers.append(chunk.sequence.request.request_id)
-        return forward(step)
-
-    monkeypatch.setattr(runner, "_forward", seen)
+    readers = record_readers(monkeypatch, llm, "prefills", "decodes")
     prompt, outputs = [5, 9, 33, 60, 2], {}
     llm.add_request("fills", prompt, SamplingParams(temperature=0, max_tokens=12))
     for _ in range(3):

@@ -41,10 +41,8 @@ def block_sums(x: Tensor, temperature: Tensor) -> BlockSums:
     padded = F.pad(x.float(), (0, missing), value=float("-inf")) if missing else x.float()
     blocks = padded.unflatten(1, (-1, BLOCK))
     largest, at = blocks.max(-1)
-    # Finite, so that a block of -inf alone has no NaN: -inf - -inf.
+    # Finite, so that a block of -inf alone has no NaN: -inf - -inf. In place: less memory to pass over.
     weights = blocks - largest.clamp(min=torch.finfo(torch.float32).min)[..., None]
-    sums = (
-        weights.div_(temperature[:, None, None]).exp_().sum(-1)
-    )  # in place: less memory to pass over
+    sums = weights.div_(temperature[:, None, None]).exp_().sum(-1)
     begins = torch.arange(0, padded.shape[1], BLOCK, device=x.device)
     return BlockSums(largest, begins + at, sums)
