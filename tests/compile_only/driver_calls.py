@@ -152,6 +152,14 @@ def rotation() -> None:
     launch_norm_rotate(q, k, q_out, k_out, cos, sin, draw(32), draw(32), 1e-6)
 
 
+def stored_rotation() -> None:
+    q, q_out, k, v = (draw(1, 6, heads, 32) for heads in (4, 4, 2, 2))
+    k_cache, v_cache = draw(5, 2, 4, 32), draw(5, 2, 4, 32)
+    cos, sin = (draw(1, 1, 6, 16, dtype=torch.float32) for _ in range(2))
+    pages, slots = (draw(6, dtype=torch.int32) for _ in range(2))
+    launch_norm_rotate(q, k, q_out, k_cache, cos, sin, None, None, 0.0, v, v_cache, pages, slots)
+
+
 def block_sums() -> None:
     largest, sums = (draw(3, 25, dtype=torch.float32) for _ in range(2))
     at = draw(3, 25, dtype=torch.int64)
@@ -161,5 +169,6 @@ def block_sums() -> None:
 CALLS = {
     "forward": lambda: forward("plain"), "forward, features": lambda: forward("features"), "pages": pages,
     "backward": lambda: backward("plain"), "backward, gradients": lambda: backward("gradients"),
-    "packed backward": packed_backward, "append": append, "merge": merge, "rotation": rotation, "block sums": block_sums,
+    "packed backward": packed_backward, "append": append, "merge": merge, "rotation": rotation,
+    "stored rotation": stored_rotation, "block sums": block_sums,
 }  # fmt: skip

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torch_fdattn.functional import paged_append_kv
 from torch_fdattn.ops import rotary_kernel
-from torch_fdattn.ops.rotary import norm_and_rotate, rotate
+from torch_fdattn.ops.rotary import KVSlots, norm_and_rotate, norm_rotate_and_store, rotate
 
 
 @pytest.fixture
@@ -105,3 +106,69 @@ def test_compiled(device) -> None:
     with torch.no_grad():
         for found, right in zip(compiled(*call), by_torch(*call), strict=True):
             torch.testing.assert_close(found, right)
+
+
+def drawn_slots(k, pages=7, page_size=4) -> KVSlots:
+    """Of caches as the engine has them, heads within a page's tokens; one token has no page."""
+    tokens, (_, _, heads, dims) = k.shape[0] * k.shape[1], k.shape
+    caches = (
+        torch.randn(2, pages, page_size, heads, dims, device=k.device).to(k.dtype).transpose(2, 3)
+    )
+    places = torch.randperm(pages * page_size, device=k.device)[:tokens].int()
+    pages = places // page_size
+    pages[1:2] = -1
+    return KVSlots(*caches, pages, places % page_size)
+
+
+def after_storing(k, v, to: KVSlots) -> tuple[torch.Tensor, ...]:
+    """The caches, K and V (B, K, T, D) in their slots by `paged_append_kv`, a token a sequence."""
+    k_cache, v_cache = to.k_cache.clone(), to.v_cache.clone()
+    rows = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (k, v))
+    paged_append_kv(k_cache, v_cache, to.pages[:, None], *rows, to.slots)
+    return k_cache, v_cache
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_storing_is_the_same_in_one_launch(case, dtype, kernel_device, kernel_calls) -> None:
+    """Bit for bit what `norm_and_rotate` and `paged_append_kv` give; the rest of the cache stays as it is."""
+    q, k, *options = drawn(kernel_device, dtype, **CASES[case])
+    both = torch.randn(*k.shape[:2], 2 * k[0, 0].numel(), device=kernel_device).to(dtype)
+    v = both[..., k[0, 0].numel() :].unflatten(-1, k.shape[2:])  # a part of a wider product, as k
+    to = drawn_slots(k)
+    turned_q, turned_k = norm_and_rotate(q, k, *options)
+    expected = after_storing(turned_k, v.transpose(1, 2), to)
+    kernel_calls.clear()
+    found = norm_rotate_and_store(q, k, v, *options, to)
+    assert torch.equal(found, turned_q)
+    for name, cache, right in zip(("k", "v"), to, expected, strict=False):
+        assert torch.equal(cache, right), name
+    assert len(kernel_calls) == 1
+
+
+@pytest.mark.interpreter
+@torch.no_grad()
+def test_what_is_not_stored(kernel_device, kernel_calls) -> None:
+    """None, and caches as they were, so that the caller stores in its own way."""
+    q, k, *options = drawn(kernel_device, torch.float32)
+    v, to = torch.randn_like(k), drawn_slots(k)
+    other = drawn_slots(torch.randn(2, 3, 2, 24, device=kernel_device))
+    wide = torch.randn(*k.shape[:3], 24, device=kernel_device)
+    before = to.k_cache.clone(), to.v_cache.clone()
+    for name, values, where in (
+        ("a cache of another dtype", v, to._replace(k_cache=to.k_cache.half())),
+        ("values of other dims", wide, to._replace(v_cache=other.v_cache)),
+        ("values of another dtype", v.half(), to),
+        ("a cache of other heads", v, to._replace(k_cache=to.k_cache[:, :1], v_cache=to.v_cache[:, :1])),
+        ("elements of a cache apart", v, to._replace(k_cache=torch.randn(7, 2, 16, 4, device=kernel_device).mT)),
+        ("pages of int64", v, to._replace(pages=to.pages.long())),
+        ("pages apart", v, to._replace(pages=to.pages.repeat_interleave(2)[::2])),
+        ("fewer slots than tokens", v, to._replace(slots=to.slots[1:])),
+    ):  # fmt: skip
+        assert norm_rotate_and_store(q, k, values, *options, where) is None, name
+    assert norm_rotate_and_store(q, k, v, *options[:3], *(x.half() for x in options[3:]), to) is None  # fmt: skip
+    assert torch.equal(to.k_cache, before[0])
+    assert torch.equal(to.v_cache, before[1])
+    assert not kernel_calls

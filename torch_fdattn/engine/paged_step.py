@@ -4,7 +4,8 @@ A model sees a batch of T sequences with one token each, (T, 1), and needs nothi
 the token's position is the length that it asks for. First come the tokens of D sequences that decode, as many for each,
 then the tokens of P chunks, packed. Per layer:
 
-    append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token
+    append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token, or the
+             launch that turns them (`slots`)
     attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
 
 So all of a pass's tokens are stored in a layer before any attends there: chunks of one pass may share pages.
@@ -25,6 +26,7 @@ from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.reference import FEW_TOKENS, append_to_slots
 from torch_fdattn.ops.library import can_bypass_dispatcher
+from torch_fdattn.ops.rotary import KVSlots
 
 
 class PagedKV:
@@ -176,6 +178,12 @@ class PagedStep:
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Stores k and v (T, kv_heads, 1, head_dim)."""
         self._kv.store(layer, k, v, self._pages, self._slots)
+
+    def slots(self, layer: int) -> KVSlots | None:
+        """Where a kernel may write the tokens' K and V itself, in place of `append`; None where it may not."""
+        if self._kv.scales is not None:
+            return None
+        return KVSlots(self._kv.k[layer], self._kv.v[layer], self._pages, self._slots)
 
     def attend(
         self, layer: int, q: Tensor, *, scale: float | None = None,

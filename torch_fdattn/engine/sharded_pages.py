@@ -31,6 +31,7 @@ from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.ops.decode.inputs import MAX_QUERY_TOKENS
 from torch_fdattn.ops.options import AttentionOptions, default_scale, window_bounds
 from torch_fdattn.ops.packed import Packed
+from torch_fdattn.ops.rotary import KVSlots
 from torch_fdattn.ops.scores import Scores
 
 
@@ -108,6 +109,10 @@ class ShardedStep(PagedStep):
         if self._share:
             k, v = self._all_rows(torch.stack([k, v], 1)).unbind(1)
         super().append(layer, k, v)
+
+    def slots(self, layer: int) -> KVSlots | None:
+        # Of a share of the tokens, `append` gathers the others.
+        return None if self._share else super().slots(layer)
 
     def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
         return self._decode(layer, q, self._decodes, **options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fdattn.ops.library import INTERPRET, can_call_kernel
+from torch_fdattn.ops.library import INTERPRET, can_call_kernel, launches
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -55,6 +57,54 @@ def norm_and_rotate(
     turned_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     launch_norm_rotate(q, k, turned_q, turned_k, cos, sin, q_weight, k_weight, eps)
     return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
+
+
+class KVSlots(NamedTuple):
+    """Where tokens' K and V go in a paged cache of their dtype."""
+
+    k_cache: Tensor  # (P, K, page, D), any strides but of D
+    v_cache: Tensor  # likewise
+    pages: Tensor  # int32 (tokens,), one behind the other; a negative one: nowhere
+    slots: Tensor  # int32 (tokens,), in their pages
+
+
+def norm_rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+    to: KVSlots,
+) -> Tensor | None:  # fmt: skip
+    """`norm_and_rotate` that stores k, and v (B, T, K, D), in the same launch.
+
+    Returns:
+        Turned q (B, H, T, D); None where no kernel can do it, and then nothing is stored.
+    """
+    if not (_runs_kernel(q, k, q_weight, k_weight, cos, sin) and _can_store(k, v, to)):
+        return None
+    from torch_fdattn.ops.rotary_kernel import launch_norm_rotate  # imports triton
+
+    launches["norm_rotate_and_store/triton"] += 1
+    turned = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_cache, v_cache, pages, slots = to
+    launch_norm_rotate(
+        q, k, turned, k_cache, cos, sin, q_weight, k_weight, eps, v, v_cache, pages, slots
+    )
+    return turned.transpose(1, 2)
+
+
+def _can_store(k: Tensor, v: Tensor, to: KVSlots) -> bool:
+    k_cache, v_cache, pages, slots = to
+    return (
+        can_call_kernel(v, *to)
+        and k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
+        and all(x.device == k.device for x in (v, *to))
+        and v.shape == k.shape
+        and k_cache.shape == v_cache.shape
+        and (k_cache.shape[1], k_cache.shape[3]) == k.shape[2:]
+        and v.stride(3) == k_cache.stride(3) == v_cache.stride(3) == 1
+        and pages.dtype == slots.dtype == torch.int32
+        and pages.shape == slots.shape == (k.shape[0] * k.shape[1],)
+        and pages.is_contiguous()
+        and slots.is_contiguous()
+    )
 
 
 def _runs_kernel(

@@ -116,6 +116,10 @@ def layers() -> Iterator[Call]:
         launch_norm_rotate,
         state | shared | dict(q_weight=None, k_weight=None, eps=0.0),
     )
+    pages, slots = (torch.zeros(128, dtype=torch.int32) for _ in range(2))
+    caches = dict(k_out=new(9, KV, 16, D), v_out=new(9, KV, 16, D))
+    stored = caches | dict(v=new(2, 64, KV, D), pages=pages, slots=slots)
+    yield Call("norm_and_rotate/stored", launch_norm_rotate, state | angles | norms | stored)
     both = new(256, 2 * 14336)
     gate, up = both.split(14336, 1)
     rows = dict(gate_stride=both.stride(0), up_stride=both.stride(0))

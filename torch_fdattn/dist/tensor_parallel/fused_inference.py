@@ -8,6 +8,7 @@ own round them.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch_fdattn.ops import swiglu
 from torch_fdattn.ops.glu import glu
 from torch_fdattn.ops.library import INTERPRET, can_call_kernel
-from torch_fdattn.ops.rotary import norm_and_rotate, rotate
+from torch_fdattn.ops.rotary import norm_and_rotate, norm_rotate_and_store, rotate
 
 _DTYPES = (torch.float16, torch.float32) if INTERPRET else swiglu.DTYPES
 
@@ -90,13 +91,41 @@ def norm_and_rotate_heads(
 ) -> tuple[Tensor, Tensor]:
     """`torch_fdattn.ops.rotary.norm_and_rotate` of norms given as modules: one launch on a GPU where there are none
     (`nn.Identity`), or both are `nn.RMSNorm` with one epsilon."""
-    kinds = {type(q_norm), type(k_norm)}
-    if kinds == {nn.Identity}:
-        return norm_and_rotate(q, k, None, None, 0.0, cos, sin)
-    if kinds == {nn.RMSNorm} and q_norm.eps is not None and q_norm.eps == k_norm.eps:
-        return norm_and_rotate(q, k, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin)
+    if (found := _norms_of_kernel(q_norm, k_norm)) is not None:
+        return norm_and_rotate(q, k, *found, cos, sin)
     q, k = q_norm(q).transpose(1, 2), k_norm(k).transpose(1, 2)
     return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def rotate_and_append(
+    q: Tensor, k: Tensor, v: Tensor, q_norm: nn.Module, k_norm: nn.Module, cos: Tensor, sin: Tensor, layer: int, cache: Any,
+) -> Tensor:  # fmt: skip
+    """`norm_and_rotate_heads`, and k and v (B, T, K, D) appended to a layer of the cache: turned q (B, H, T, D).
+
+    One launch where the cache says where its tokens go (`slots`, as `engine.paged_step.PagedStep`'s), and a kernel runs.
+    """
+    slots_of = getattr(cache, "slots", None)
+    if slots_of is not None and (q.is_cuda or INTERPRET):
+        to, found = slots_of(layer), _norms_of_kernel(q_norm, k_norm)
+        if to is not None and found is not None:
+            turned = norm_rotate_and_store(q, k, v, *found, cos, sin, to)
+            if turned is not None:
+                return turned
+    q, k = norm_and_rotate_heads(q, k, q_norm, k_norm, cos, sin)
+    cache.append(layer, k, v.transpose(1, 2))
+    return q
+
+
+def _norms_of_kernel(
+    q_norm: nn.Module, k_norm: nn.Module
+) -> tuple[Tensor | None, Tensor | None, float] | None:
+    """The weights and the epsilon of `norm_and_rotate`; None where the modules are other norms than it has."""
+    kinds = {type(q_norm), type(k_norm)}
+    if kinds == {nn.Identity}:
+        return None, None, 0.0
+    if kinds == {nn.RMSNorm} and q_norm.eps is not None and q_norm.eps == k_norm.eps:
+        return q_norm.weight, k_norm.weight, q_norm.eps
+    return None
 
 
 def _fits(x: Tensor, residual: Tensor, weight: Tensor | None) -> bool:

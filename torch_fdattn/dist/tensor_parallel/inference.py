@@ -22,6 +22,7 @@ from torch_fdattn.dist.tensor_parallel.fused_inference import (
     add_norm,
     glu_linear,
     norm_and_rotate_heads,
+    rotate_and_append,
 )
 from torch_fdattn.dist.tensor_parallel.layers import TPMLP, TPLayer
 from torch_fdattn.ops.glu import glu
@@ -120,12 +121,23 @@ class FusedTPAttention(FusedTPLayer, TPAttention):
         out = self._flat(self._attended(x, cos, sin, cache))
         return self._row_add_norm(out, self.o_proj, residual, norm)
 
+    def _attended(self, x: Tensor, cos: Tensor, sin: Tensor, cache) -> Tensor:
+        if cache is None:
+            return super()._attended(x, cos, sin, None)
+        projected = self._projected(x, cos)
+        q = rotate_and_append(*projected, self.q_norm, self.k_norm, cos, sin, self.layer, cache)
+        return cache.attend(self.layer, q, **self.mask_options.keywords())
+
     def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        refuse_gradients(self, x)
-        (heads,) = self._heads(x, cos, (self.qkv_proj,))
-        q, k, v = heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 2)
+        q, k, v = self._projected(x, cos)
         q, k = norm_and_rotate_heads(q, k, self.q_norm, self.k_norm, cos, sin)
         return q, k, v.transpose(1, 2)
+
+    def _projected(self, x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, D), k and v (B, T, K, D) of all tokens, before norms and rotation."""
+        refuse_gradients(self, x)
+        (heads,) = self._heads(x, cos, (self.qkv_proj,))
+        return heads.split_with_sizes([self.heads, self.kv_heads, self.kv_heads], 2)
 
 
 class FusedTransformersTPAttention(FusedTPAttention, TransformersTPAttention):
