@@ -25,8 +25,8 @@ PARTS = ("norm", "qkv", "rotate", "append", "attend", "output", "mlp")
 class StepTrace:
     """The steps within a `with`, which `LLM.trace` makes. They must be taken on the thread that opens it.
 
-    Steps are not replayed from CUDA graphs meanwhile, K and V are stored in a launch of their own, and the profiler costs time of the host: times on a GPU are the
-    device's, from a part's first kernel to its last one; on a CPU they are the host's.
+    Steps are not replayed from CUDA graphs meanwhile, K and V are stored in a launch of their own, and the profiler costs
+    time of the host: times on a GPU are the device's, from a part's first kernel to its last one; on a CPU they are the host's.
 
     Attributes:
         seconds: by (layer, part), over all passes; parts are norm, qkv, rotate, append, attend, output and mlp.
