@@ -17,6 +17,7 @@ from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, by_heads
 from torch_fdattn.ops.positions import Mask
+from torch_fdattn.ops.rotary import KVSlots
 from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.scores import Scores
 
@@ -157,7 +158,8 @@ def stored_rotation() -> None:
     k_cache, v_cache = draw(5, 2, 4, 32), draw(5, 2, 4, 32)
     cos, sin = (draw(1, 1, 6, 16, dtype=torch.float32) for _ in range(2))
     pages, slots = (draw(6, dtype=torch.int32) for _ in range(2))
-    launch_norm_rotate(q, k, q_out, k_cache, cos, sin, None, None, 0.0, v, v_cache, pages, slots)
+    to = KVSlots(k_cache, v_cache, pages, slots)
+    launch_norm_rotate(q, k, q_out, None, cos, sin, None, None, 0.0, v, to)
 
 
 def block_sums() -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from torch_fdattn.functional import paged_append_kv
 from torch_fdattn.ops import rotary_kernel
+from torch_fdattn.ops.append_kv.arguments import QUANTISED
 from torch_fdattn.ops.rotary import KVSlots, norm_and_rotate, norm_rotate_and_store, rotate
 
 
@@ -108,44 +109,72 @@ def test_compiled(device) -> None:
             torch.testing.assert_close(found, right)
 
 
-def drawn_slots(k, pages=7, page_size=4) -> KVSlots:
+def drawn_slots(k, stored=None, pages=7, page_size=4) -> KVSlots:
     """Of caches as the engine has them, heads within a page's tokens; one token has no page."""
     tokens, (_, _, heads, dims) = k.shape[0] * k.shape[1], k.shape
-    caches = (
-        torch.randn(2, pages, page_size, heads, dims, device=k.device).to(k.dtype).transpose(2, 3)
-    )
+    caches = torch.randn(2, pages, page_size, heads, dims, device=k.device).transpose(2, 3)
+    scales = torch.rand(2, pages, heads, page_size, device=k.device) if stored else (None, None)
     places = torch.randperm(pages * page_size, device=k.device)[:tokens].int()
     pages = places // page_size
     pages[1:2] = -1
-    return KVSlots(*caches, pages, places % page_size)
+    return KVSlots(*caches.to(stored or k.dtype), pages, places % page_size, *scales)
 
 
-def after_storing(k, v, to: KVSlots) -> tuple[torch.Tensor, ...]:
+def after_storing(k, v, to: KVSlots) -> KVSlots:
     """The caches, K and V (B, K, T, D) in their slots by `paged_append_kv`, a token a sequence."""
-    k_cache, v_cache = to.k_cache.clone(), to.v_cache.clone()
-    rows = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (k, v))
-    paged_append_kv(k_cache, v_cache, to.pages[:, None], *rows, to.slots)
-    return k_cache, v_cache
+    to = KVSlots(*(None if x is None else x.clone() for x in to))
+    scales, rows = {}, [x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (k, v)]
+    if to.k_scale is not None:
+        real = to.pages >= 0
+        for scale, x in zip((to.k_scale, to.v_scale), rows, strict=True):
+            found = x.float().abs().amax((2, 3)).clamp(min=1e-20) * (
+                1 / QUANTISED[to.k_cache.dtype]
+            )
+            scale[to.pages[real], :, to.slots[real]] = found[real]
+        scales = dict(k_scale=to.k_scale, v_scale=to.v_scale)
+    paged_append_kv(to.k_cache, to.v_cache, to.pages[:, None], *rows, to.slots, **scales)
+    return to
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("stored", [None, *QUANTISED])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_storing_is_the_same_in_one_launch(case, dtype, kernel_device, kernel_calls) -> None:
+def test_storing_is_the_same_in_one_launch(
+    case, dtype, stored, kernel_device, kernel_calls
+) -> None:
     """Bit for bit what `norm_and_rotate` and `paged_append_kv` give; the rest of the cache stays as it is."""
     q, k, *options = drawn(kernel_device, dtype, **CASES[case])
     both = torch.randn(*k.shape[:2], 2 * k[0, 0].numel(), device=kernel_device).to(dtype)
     v = both[..., k[0, 0].numel() :].unflatten(-1, k.shape[2:])  # a part of a wider product, as k
-    to = drawn_slots(k)
+    v[0, 0, 0] = 0  # a head whose largest value is none to divide by
+    to = drawn_slots(k, stored)
     turned_q, turned_k = norm_and_rotate(q, k, *options)
     expected = after_storing(turned_k, v.transpose(1, 2), to)
     kernel_calls.clear()
     found = norm_rotate_and_store(q, k, v, *options, to)
     assert torch.equal(found, turned_q)
-    for name, cache, right in zip(("k", "v"), to, expected, strict=False):
-        assert torch.equal(cache, right), name
+    for name, written, right in zip(KVSlots._fields, to, expected, strict=True):
+        if right is not None:
+            assert torch.equal(*(x.view(torch.uint8) if x.itemsize == 1 else x for x in (written, right))), name  # fmt: skip
     assert len(kernel_calls) == 1
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("stored", QUANTISED)
+@torch.no_grad()
+def test_what_is_no_number_is_read_back_as_none(stored, kernel_device) -> None:
+    """All of a head that has one: no scale is right for it."""
+    q, k, *options = drawn(kernel_device, torch.float32, normed=False)
+    v, to = torch.randn_like(k), drawn_slots(k, stored)
+    v[0, 0, 0, 3], v[0, 2, 1, 4] = torch.nan, torch.inf
+    norm_rotate_and_store(q, k, v, *options, to)
+    read = to.v_cache.float() * to.v_scale[..., None]
+    for token, head in ((0, 0), (2, 1)):
+        here = to.pages[token], slice(None), to.slots[token]
+        assert read[here][head].isnan().all()
+        assert not read[here][1 - head].isnan().any()
 
 
 @pytest.mark.interpreter
@@ -166,6 +195,8 @@ def test_what_is_not_stored(kernel_device, kernel_calls) -> None:
         ("pages of int64", v, to._replace(pages=to.pages.long())),
         ("pages apart", v, to._replace(pages=to.pages.repeat_interleave(2)[::2])),
         ("fewer slots than tokens", v, to._replace(slots=to.slots[1:])),
+        ("scales of numbers", v, drawn_slots(k, torch.int8)._replace(k_cache=to.k_cache, v_cache=to.v_cache)),
+        ("one byte without scales", v, drawn_slots(k, torch.int8)._replace(k_scale=None, v_scale=None)),
     ):  # fmt: skip
         assert norm_rotate_and_store(q, k, values, *options, where) is None, name
     assert norm_rotate_and_store(q, k, v, *options[:3], *(x.half() for x in options[3:]), to) is None  # fmt: skip

@@ -26,7 +26,7 @@ from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.reference import FEW_TOKENS, append_to_slots
 from torch_fdattn.ops.library import can_bypass_dispatcher
-from torch_fdattn.ops.rotary import KVSlots
+from torch_fdattn.ops.rotary import SMALLEST_MAXIMUM, KVSlots
 
 
 class PagedKV:
@@ -91,8 +91,8 @@ class PagedKV:
         """k and v (T, kv_heads, 1, head_dim) into these slots of these pages, int32 (T,); a page of -1: nowhere."""
         if self.scales is not None:
             for scales, x in zip(self.scales[:, layer], (k, v), strict=True):
-                largest = x[:, :, 0].float().abs().amax(-1).clamp(min=1e-20)  # (T, kv_heads)
-                scales[pages, :, slots] = largest / self._form.largest
+                largest = x[:, :, 0].float().abs().amax(-1).clamp(min=SMALLEST_MAXIMUM)
+                scales[pages, :, slots] = largest * (1 / self._form.largest)  # as `slots`'s kernel
         call = self.k[layer], self.v[layer], pages[:, None], k, v, slots
         if len(k) <= FEW_TOKENS and self._stores_as_they_are(k, v):
             append_to_slots(Append(*call))
@@ -180,10 +180,9 @@ class PagedStep:
         self._kv.store(layer, k, v, self._pages, self._slots)
 
     def slots(self, layer: int) -> KVSlots | None:
-        """Where a kernel may write the tokens' K and V itself, in place of `append`; None where it may not."""
-        if self._kv.scales is not None:
-            return None
-        return KVSlots(self._kv.k[layer], self._kv.v[layer], self._pages, self._slots)
+        """Where a kernel may write the tokens' K and V itself, in place of `append`; None: nowhere."""
+        kv = self._kv
+        return KVSlots(kv.k[layer], kv.v[layer], self._pages, self._slots, **kv.scales_of(layer))
 
     def attend(
         self, layer: int, q: Tensor, *, scale: float | None = None,

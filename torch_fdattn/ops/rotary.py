@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fdattn.ops.append_kv.arguments import QUANTISED
 from torch_fdattn.ops.library import INTERPRET, can_call_kernel, launches
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,13 +60,21 @@ def norm_and_rotate(
     return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
 
 
+#: A head's largest absolute value is taken for this where it is smaller, so that its scale is a number to divide by.
+SMALLEST_MAXIMUM = 1e-20
+
+
 class KVSlots(NamedTuple):
-    """Where tokens' K and V go in a paged cache of their dtype."""
+    """Where tokens' K and V go in a paged cache of their dtype, or of one byte an element."""
 
     k_cache: Tensor  # (P, K, page, D), any strides but of D
     v_cache: Tensor  # likewise
     pages: Tensor  # int32 (tokens,), one behind the other; a negative one: nowhere
     slots: Tensor  # int32 (tokens,), in their pages
+    k_scale: Tensor | None = (
+        None  # of one byte an element: fp32 (P, K, page), any strides, written too
+    )
+    v_scale: Tensor | None = None
 
 
 def norm_rotate_and_store(
@@ -83,19 +92,22 @@ def norm_rotate_and_store(
 
     launches["norm_rotate_and_store/triton"] += 1
     turned = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_cache, v_cache, pages, slots = to
-    launch_norm_rotate(
-        q, k, turned, k_cache, cos, sin, q_weight, k_weight, eps, v, v_cache, pages, slots
-    )
+    launch_norm_rotate(q, k, turned, None, cos, sin, q_weight, k_weight, eps, v, to)
     return turned.transpose(1, 2)
 
 
 def _can_store(k: Tensor, v: Tensor, to: KVSlots) -> bool:
-    k_cache, v_cache, pages, slots = to
+    k_cache, v_cache, pages, slots, *scales = to
+    stored, quantised = k_cache.dtype, k_cache.dtype in QUANTISED
     return (
         can_call_kernel(v, *to)
-        and k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
-        and all(x.device == k.device for x in (v, *to))
+        and all(x is None or x.device == k.device for x in (v, *to))
+        and k.dtype == v.dtype
+        and (stored == k.dtype or quantised)
+        and v_cache.dtype == stored
+        and all((x is not None) == quantised for x in scales)
+        and all(x is None or x.dtype == torch.float32 for x in scales)
+        and all(x is None or x.shape == k_cache.shape[:3] for x in scales)
         and v.shape == k.shape
         and k_cache.shape == v_cache.shape
         and (k_cache.shape[1], k_cache.shape[3]) == k.shape[2:]

@@ -10,6 +10,7 @@ import torch_fdattn
 from tests.golden.calls.common import Call, fp32, lengths, new, trained
 from torch_fdattn.ops.block_sums import BLOCK
 from torch_fdattn.ops.block_sums_kernel import launch_block_sums
+from torch_fdattn.ops.rotary import KVSlots
 from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
 
@@ -116,10 +117,15 @@ def layers() -> Iterator[Call]:
         launch_norm_rotate,
         state | shared | dict(q_weight=None, k_weight=None, eps=0.0),
     )
-    pages, slots = (torch.zeros(128, dtype=torch.int32) for _ in range(2))
-    caches = dict(k_out=new(9, KV, 16, D), v_out=new(9, KV, 16, D))
-    stored = caches | dict(v=new(2, 64, KV, D), pages=pages, slots=slots)
-    yield Call("norm_and_rotate/stored", launch_norm_rotate, state | angles | norms | stored)
+    places = [torch.zeros(128, dtype=torch.int32) for _ in range(2)]
+    projected = state | angles | norms | dict(k_out=None, v=new(2, 64, KV, D))
+    to = KVSlots(new(9, KV, 16, D), new(9, KV, 16, D), *places)
+    yield Call("norm_and_rotate/stored", launch_norm_rotate, projected | dict(to=to))
+    to = KVSlots(
+        new(9, KV, 16, D).to(torch.float8_e4m3fn), new(9, KV, 16, D).to(torch.float8_e4m3fn), *places, fp32(9, KV, 16),
+        fp32(9, KV, 16),
+    )  # fmt: skip
+    yield Call("norm_and_rotate/stored_e4m3", launch_norm_rotate, projected | dict(to=to))
     both = new(256, 2 * 14336)
     gate, up = both.split(14336, 1)
     rows = dict(gate_stride=both.stride(0), up_stride=both.stride(0))

@@ -34,7 +34,8 @@ TILE = 2048
 #: Sequences of one token from which on a program takes several; fewer are sooner done with a program each.
 MANY_SEQUENCES = 3 if INTERPRET else 1024
 
-_FORMATS = {
+#: Names of formats that `rounding.encode` knows.
+FORMATS = {
     torch.float8_e4m3fn: "e4m3fn",
     torch.float8_e5m2: "e5m2",
     torch.int8: "int8",
@@ -185,20 +186,24 @@ def append_launches(call: Append) -> Iterator[Launch]:
         *views, *(None if x is None else x.stride() for x in views),
         tokens, call.capacity, call.k_cache.shape[0], call.k_cache.shape[2],
         1 if call.cos is None else call.cos.shape[0], heads, kv_heads,
-        k_dim, v_dim, call.rotary_dim, FORMAT=_FORMATS.get(call.k_cache.dtype, "cast"), ACROSS=across,
+        k_dim, v_dim, call.rotary_dim, FORMAT=FORMATS.get(call.k_cache.dtype, "cast"), ACROSS=across,
         PDL=pdl, BLOCK_T=block_t, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=1 if tokens == 1 else 4, **pdl_option(pdl),
     )  # fmt: skip
 
 
 def _kernel_views(call: Append) -> tuple[Tensor | None, ...]:
     """The call's tensors as the kernel takes them: float8 as bits, scales with a stride for every slot."""
-    k_cache, v_cache, k_scale, v_scale = call.k_cache, call.v_cache, call.k_scale, call.v_scale
-    slots = k_cache.shape[:3]
-    if k_cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    k_scale, v_scale = call.k_scale, call.v_scale
+    slots = call.k_cache.shape[:3]
     return call._replace(
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache=as_bits(call.k_cache),
+        v_cache=as_bits(call.v_cache),
         k_scale=k_scale if k_scale is None else k_scale.expand(slots),
         v_scale=v_scale if v_scale is None else v_scale.expand(slots),
     )
+
+
+def as_bits(cache: Tensor) -> Tensor:
+    """A float8 cache as the kernels take it."""
+    is_float8 = cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return cache.view(torch.uint8) if is_float8 else cache

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr):
-    """x (fp32) as int8, or as the bits of a float8 in uint8; FORMAT as `kernel._FORMATS` names it."""
+    """x (fp32) as int8, or as the bits of a float8 in uint8; FORMAT as `kernel.FORMATS` names it."""
     if FORMAT == "int8":
         return _int8(x)
     elif FORMAT == "e4m3fn":
