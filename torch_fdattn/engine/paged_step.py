@@ -25,6 +25,7 @@ from torch_fdattn.functional import paged_append_kv, paged_decode, varlen_attent
 from torch_fdattn.models import InferenceTransformer, Transformer
 from torch_fdattn.ops.append_kv.arguments import Append
 from torch_fdattn.ops.append_kv.reference import FEW_TOKENS, append_to_slots
+from torch_fdattn.ops.dequantised_pages import dequantised_pages
 from torch_fdattn.ops.library import can_bypass_dispatcher
 from torch_fdattn.ops.rotary import SMALLEST_MAXIMUM, KVSlots
 
@@ -120,13 +121,9 @@ class PagedKV:
         dtype of those that the table names, one sequence's behind the other's."""
         if self.scales is None:
             return self.k[layer], self.v[layer], page_table
-        ids = page_table.clamp(min=0).flatten()
-        scales = self.scales[:, layer, :-1]
-        k, v = (
-            (x[layer][ids].float() * scale[ids][..., None]).to(dtype)
-            for x, scale in zip((self.k, self.v), scales, strict=True)
-        )
-        own = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        pages, scales = page_table.flatten(), self.scales[:, layer, :-1]
+        k, v = dequantised_pages(self.k[layer], self.v[layer], *scales, pages, dtype)
+        own = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
         return k, v, own.view(page_table.shape)
 
 

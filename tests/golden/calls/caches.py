@@ -10,6 +10,7 @@ import torch_fdattn
 from tests.golden.calls.common import Call, fp32, lengths, new, trained
 from torch_fdattn.ops.block_sums import BLOCK
 from torch_fdattn.ops.block_sums_kernel import launch_block_sums
+from torch_fdattn.ops.dequantised_pages_kernel import launch_dequantise_pages
 from torch_fdattn.ops.rotary import KVSlots
 from torch_fdattn.ops.rotary_kernel import launch_norm_rotate
 from torch_fdattn.ops.swiglu_kernel import launch_silu_mul
@@ -126,6 +127,12 @@ def layers() -> Iterator[Call]:
         fp32(9, KV, 16),
     )  # fmt: skip
     yield Call("norm_and_rotate/stored_e4m3", launch_norm_rotate, projected | dict(to=to))
+    copies = dict(k=new(12, 16, KV, D), v=new(12, 16, KV, D))
+    of_pages = dict(
+        zip(("k_cache", "v_cache"), to[:2], strict=True), k_scale=to.k_scale, v_scale=to.v_scale
+    )
+    pages = dict(pages=torch.zeros(12, dtype=torch.int32))
+    yield Call("dequantised_pages/e4m3", launch_dequantise_pages, of_pages | pages | copies)
     both = new(256, 2 * 14336)
     gate, up = both.split(14336, 1)
     rows = dict(gate_stride=both.stride(0), up_stride=both.stride(0))
