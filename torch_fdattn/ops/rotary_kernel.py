@@ -39,7 +39,7 @@ def _store_heads(
     low, high, row, stride, scale_row, scale_stride, inverse, head, d, is_head,
     HALF: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Halves of heads (BLOCK_H, BLOCK_D) to a token's row; FORMAT: of one byte, under scales that are stored too."""
+    """Halves (heads, BLOCK_D) of heads to a token's row; FORMAT: of one byte, under scales that are stored too."""
     if FORMAT is not None:
         low, high = low.to(tl.float32), high.to(tl.float32)
         scale = tl.maximum(tl.maximum(_largest(low), _largest(high)), _SMALLEST_MAXIMUM) * inverse
@@ -56,7 +56,7 @@ def _store_heads(
 def _turned(
     at, weight_ptr, eps, cos, sin, d, inside, dtype: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    """Halves (BLOCK_H, BLOCK_D) of heads, in their dtype."""
+    """Halves (heads, BLOCK_D) of heads, in their dtype."""
     low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
     if weight_ptr is not None:
@@ -75,7 +75,8 @@ def _norm_rotate_kernel(
     pages_ptr, slots_ptr, k_scale_ptr, v_scale_ptr, eps, inverse,
     q_strides, k_strides, v_strides, k_out_strides, v_out_strides, k_scale_strides, v_scale_strides, angle_strides,
     tokens, q_heads, k_heads, q_blocks, blocks,
-    HALF: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Norms where there are weights; cos and sin by strides of batch and token; v is None, or k and it are stored."""
     await_previous(PDL)
@@ -87,21 +88,22 @@ def _norm_rotate_kernel(
     cos = tl.load(cos_ptr + angles, mask=d < HALF, other=0.0)
     sin = tl.load(sin_ptr + angles, mask=d < HALF, other=0.0)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    # Names of their own in each branch: Triton merges equal ones, and their shapes may differ.
     if block < q_blocks:
-        head = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        is_head = head < q_heads
-        at = q_ptr + batch * q_strides[0] + token * q_strides[1] + head * q_strides[2] + d
-        low, high = _turned(
-            at, q_weight_ptr, eps, cos, sin, d, is_head & (d < HALF), dtype, HALF
+        q_head = (block * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
+        is_q = q_head < q_heads
+        from_q = q_ptr + batch * q_strides[0] + token * q_strides[1] + q_head * q_strides[2] + d
+        q_low, q_high = _turned(
+            from_q, q_weight_ptr, eps, cos, sin, d, is_q & (d < HALF), dtype, HALF
         )  # fmt: skip
         q_row = q_out_ptr + row * q_heads * (2 * HALF)
-        _store_heads(low, high, q_row, 2 * HALF, None, 0, 0.0, head, d, is_head, HALF, None)
+        _store_heads(q_low, q_high, q_row, 2 * HALF, None, 0, 0.0, q_head, d, is_q, HALF, None)
     else:
-        head = ((block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        head = ((block - q_blocks) * BLOCK_K + tl.arange(0, BLOCK_K))[:, None]
         is_head = head < k_heads
         inside = is_head & (d < HALF)
-        at = k_ptr + batch * k_strides[0] + token * k_strides[1] + head * k_strides[2] + d
-        low, high = _turned(at, k_weight_ptr, eps, cos, sin, d, inside, dtype, HALF)
+        from_k = k_ptr + batch * k_strides[0] + token * k_strides[1] + head * k_strides[2] + d
+        low, high = _turned(from_k, k_weight_ptr, eps, cos, sin, d, inside, dtype, HALF)
         if v_ptr is None:
             k_row = k_out_ptr + row * k_out_strides[1]
             _store_heads(
@@ -141,9 +143,10 @@ def launch_norm_rotate(
     batch, tokens, q_heads, dims = q.shape
     k_heads, half = k.shape[2], dims // 2
     block_d = power_of_two(half)
-    block_h = power_of_two(min(max(q_heads, k_heads), max(1, _ELEMENTS // (2 * block_d))))
-    q_blocks = cdiv(q_heads, block_h)
-    blocks = q_blocks + cdiv(k_heads, block_h)
+    most = max(1, _ELEMENTS // (2 * block_d))
+    block_q, block_k = (power_of_two(min(heads, most)) for heads in (q_heads, k_heads))
+    q_blocks = cdiv(q_heads, block_q)
+    blocks = q_blocks + cdiv(k_heads, block_k)
     pdl = uses_pdl(q)
     of_batch = cos.stride(0) if cos.shape[0] > 1 else 0
     v_out = pages = slots = k_scale = v_scale = form = None
@@ -161,6 +164,6 @@ def launch_norm_rotate(
     launch(
         _norm_rotate_kernel, batch * tokens * blocks,
         q, k, v, q_out, k_out, v_out, cos, sin, q_weight, k_weight, pages, slots, k_scale, v_scale, eps, inverse, *strides,
-        (of_batch, cos.stride(2), None), tokens, q_heads, k_heads, q_blocks, blocks, half, form, pdl, block_h, block_d,
+        (of_batch, cos.stride(2), None), tokens, q_heads, k_heads, q_blocks, blocks, half, form, pdl, block_q, block_k, block_d,
         num_warps=4, **pdl_option(pdl),
     )  # fmt: skip
