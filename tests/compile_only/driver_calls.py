@@ -13,6 +13,7 @@ from torch_fdattn.ops.attention.configs import BackwardConfig, TileConfig
 from torch_fdattn.ops.attention.dropout import Dropout
 from torch_fdattn.ops.attention.forward import launch_forward
 from torch_fdattn.ops.block_sums_kernel import launch_block_sums
+from torch_fdattn.ops.dequantised_pages_kernel import launch_dequantise_pages
 from torch_fdattn.ops.merge_states.kernel import launch_merge
 from torch_fdattn.ops.options import AttentionOptions
 from torch_fdattn.ops.packed import Packed, by_heads
@@ -153,13 +154,23 @@ def rotation() -> None:
     launch_norm_rotate(q, k, q_out, k_out, cos, sin, draw(32), draw(32), 1e-6)
 
 
-def stored_rotation() -> None:
+def stored_rotation(stored: torch.dtype | None = None) -> None:
     q, q_out, k, v = (draw(1, 6, heads, 32) for heads in (4, 4, 2, 2))
     k_cache, v_cache = draw(5, 2, 4, 32), draw(5, 2, 4, 32)
     cos, sin = (draw(1, 1, 6, 16, dtype=torch.float32) for _ in range(2))
     pages, slots = (draw(6, dtype=torch.int32) for _ in range(2))
     to = KVSlots(k_cache, v_cache, pages, slots)
+    if stored is not None:
+        caches = (x.to(stored) for x in to[:2])
+        to = KVSlots(*caches, pages, slots, *(draw(5, 2, 4, dtype=torch.float32) for _ in "kv"))
     launch_norm_rotate(q, k, q_out, None, cos, sin, None, None, 0.0, v, to)
+
+
+def dequantised() -> None:
+    k_cache, v_cache = (draw(5, 2, 4, 32).to(torch.float8_e4m3fn) for _ in range(2))
+    k_scale, v_scale = (draw(5, 2, 4, dtype=torch.float32) for _ in range(2))
+    copies = draw(3, 4, 2, 32), draw(3, 4, 2, 32)
+    launch_dequantise_pages(k_cache, v_cache, k_scale, v_scale, draw(3, dtype=torch.int32), *copies)
 
 
 def block_sums() -> None:
@@ -172,5 +183,6 @@ CALLS = {
     "forward": lambda: forward("plain"), "forward, features": lambda: forward("features"), "pages": pages,
     "backward": lambda: backward("plain"), "backward, gradients": lambda: backward("gradients"),
     "packed backward": packed_backward, "append": append, "merge": merge, "rotation": rotation,
-    "stored rotation": stored_rotation, "block sums": block_sums,
+    "stored rotation": stored_rotation, "stored rotation, int8": lambda: stored_rotation(torch.int8),
+    "stored rotation, e4m3": lambda: stored_rotation(torch.float8_e4m3fn), "dequantised": dequantised, "block sums": block_sums,
 }  # fmt: skip

@@ -5,7 +5,7 @@ the token's position is the length that it asks for. First come the tokens of D 
 then the tokens of P chunks, packed. Per layer:
 
     append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token, or the
-             launch that turns them (`slots`)
+             launch that turns them (`kv_slots`)
     attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
 
 So all of a pass's tokens are stored in a layer before any attends there: chunks of one pass may share pages.
@@ -93,7 +93,9 @@ class PagedKV:
         if self.scales is not None:
             for scales, x in zip(self.scales[:, layer], (k, v), strict=True):
                 largest = x[:, :, 0].float().abs().amax(-1).clamp(min=SMALLEST_MAXIMUM)
-                scales[pages, :, slots] = largest * (1 / self._form.largest)  # as `slots`'s kernel
+                scales[pages, :, slots] = largest * (
+                    1 / self._form.largest
+                )  # as the kernel of `kv_slots`
         call = self.k[layer], self.v[layer], pages[:, None], k, v, slots
         if len(k) <= FEW_TOKENS and self._stores_as_they_are(k, v):
             append_to_slots(Append(*call))
@@ -176,7 +178,7 @@ class PagedStep:
         """Stores k and v (T, kv_heads, 1, head_dim)."""
         self._kv.store(layer, k, v, self._pages, self._slots)
 
-    def slots(self, layer: int) -> KVSlots | None:
+    def kv_slots(self, layer: int) -> KVSlots | None:
         """Where a kernel may write the tokens' K and V itself, in place of `append`; None: nowhere."""
         kv = self._kv
         return KVSlots(kv.k[layer], kv.v[layer], self._pages, self._slots, **kv.scales_of(layer))

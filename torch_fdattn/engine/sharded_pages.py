@@ -110,9 +110,9 @@ class ShardedStep(PagedStep):
             k, v = self._all_rows(torch.stack([k, v], 1)).unbind(1)
         super().append(layer, k, v)
 
-    def slots(self, layer: int) -> KVSlots | None:
+    def kv_slots(self, layer: int) -> KVSlots | None:
         # Of a share of the tokens, `append` gathers the others.
-        return None if self._share else super().slots(layer)
+        return None if self._share else super().kv_slots(layer)
 
     def _attend_decodes(self, layer: int, q: Tensor, **options) -> Tensor:
         return self._decode(layer, q, self._decodes, **options)

@@ -2,7 +2,8 @@
 
 A block's kernels on one GPU, besides attention:
 
-    q, k, v · norms and rotation, and storing K and V in the engine's pages · o · add + norm · gate, up · SwiGLU (or in the product before it) · down · add + norm
+    q, k, v · norms and rotation, and storing K and V in the engine's pages · o · add + norm ·
+    gate, up · SwiGLU (or in the product before it) · down · add + norm
 
 q, k, v, o and down of up to 16 rows are products of our own where these take less time than BLAS's
 (`torch_fdattn.ops.inference_linear`). With tensor parallelism an all-reduce of our own takes the add + norm behind it
@@ -31,7 +32,6 @@ from torch_fdattn.dist.tensor_parallel.fused_inference import (
 )
 from torch_fdattn.dist.tensor_parallel.inference import FusedTPLayer
 from torch_fdattn.dist.tensor_parallel.layers import TPMLP
-from torch_fdattn.functional import attention
 from torch_fdattn.models.gemma import GemmaBlock
 from torch_fdattn.models.transformer import (
     MLP,
@@ -39,6 +39,7 @@ from torch_fdattn.models.transformer import (
     Block,
     KVCache,
     Transformer,
+    attend,
 )
 from torch_fdattn.ops.inference_linear import InferenceLinear
 from torch_fdattn.ops.merged_linear import can_merge, frozen_copy, merge_linears, refuse_gradients
@@ -68,13 +69,12 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
         q, k, v = (self._heads(y) for y in self.qkv_proj(x))
-        norms, options = (self.q_norm, self.k_norm), self.mask_options.keywords()
+        options = self.mask_options
         if cache is None:
-            q, k = norm_and_rotate_heads(q, k, *norms, cos, sin)
-            out, _ = attention(q, k, v.transpose(1, 2), causal=True, **options)
-        else:
-            q = rotate_and_append(q, k, v, *norms, cos, sin, self.layer, cache)
-            out = cache.attend(self.layer, q, **options)
+            q, k = norm_and_rotate_heads(q, k, self.q_norm, self.k_norm, cos, sin)
+            return self.o_proj(attend(self.layer, q, k, v.transpose(1, 2), None, options))
+        q = rotate_and_append(q, k, v, self.q_norm, self.k_norm, cos, sin, self.layer, cache)
+        out = cache.attend(self.layer, q, **options.keywords())
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     # The layers of the plain form, over their rows of the merged weight: what `parallelize` slices.

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 class KVCache(Protocol):
-    """What the model asks of a cache."""
+    """What the model asks of a cache.
+
+    A cache may also have `kv_slots(layer)`: a `torch_fdattn.ops.rotary.KVSlots`, where the inference form's kernel may write
+    the step's keys and values itself, in place of a call of `append`; or None.
+    """
 
     lengths: Tensor  # (B,) tokens stored before this step
 

@@ -1,4 +1,5 @@
-"""Rotary position embedding applied to heads, in the half-split layout of Hugging Face checkpoints."""
+"""Rotary position embedding applied to heads, in the half-split layout of Hugging Face checkpoints; with norms of the heads,
+and with storing k and v in a paged cache."""
 
 from __future__ import annotations
 
@@ -71,9 +72,8 @@ class KVSlots(NamedTuple):
     v_cache: Tensor  # likewise
     pages: Tensor  # int32 (tokens,), one behind the other; a negative one: nowhere
     slots: Tensor  # int32 (tokens,), in their pages
-    k_scale: Tensor | None = (
-        None  # of one byte an element: fp32 (P, K, page), any strides, written too
-    )
+    # Of one byte an element: fp32 (P, K, page), any strides, written too.
+    k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
 

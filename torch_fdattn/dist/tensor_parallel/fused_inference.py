@@ -1,4 +1,4 @@
-"""Fused ops of inference layers: add + RMSNorm, a product with SwiGLU, norms and rotary positions of heads.
+"""Fused ops of inference layers: add + RMSNorm, a product with SwiGLU, norms and rotary positions of heads with storing K and V.
 
 Their kernels are those of the tensor-parallel matmuls beside it, and of `ops/gemm`. Where a kernel cannot run (CPUs, other dtypes,
 gradients, torch.compile, autocast), torch's own ops compute the same. Sums and norms are rounded where launches of their
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_fdattn.ops import swiglu
 from torch_fdattn.ops.glu import glu
 from torch_fdattn.ops.library import INTERPRET, can_call_kernel
-from torch_fdattn.ops.rotary import norm_and_rotate, norm_rotate_and_store, rotate
+from torch_fdattn.ops.rotary import KVSlots, norm_and_rotate, norm_rotate_and_store, rotate
 
 _DTYPES = (torch.float16, torch.float32) if INTERPRET else swiglu.DTYPES
 
@@ -102,12 +102,13 @@ def rotate_and_append(
 ) -> Tensor:  # fmt: skip
     """`norm_and_rotate_heads`, and k and v (B, T, K, D) appended to a layer of the cache: turned q (B, H, T, D).
 
-    One launch where the cache says where its tokens go (`slots`, as `engine.paged_step.PagedStep`'s), and a kernel runs.
+    One launch on a GPU where the cache has `kv_slots`, and it says where the tokens go
+    (`torch_fdattn.models.transformer.KVCache`).
     """
-    slots_of = getattr(cache, "slots", None)
-    if slots_of is not None and (q.is_cuda or INTERPRET):
-        to, found = slots_of(layer), _norms_of_kernel(q_norm, k_norm)
-        if to is not None and found is not None:
+    found = _norms_of_kernel(q_norm, k_norm) if q.is_cuda or INTERPRET else None
+    if found is not None and hasattr(cache, "kv_slots"):
+        to = cache.kv_slots(layer)
+        if isinstance(to, KVSlots):
             turned = norm_rotate_and_store(q, k, v, *found, cos, sin, to)
             if turned is not None:
                 return turned

@@ -3,7 +3,7 @@
 They compute what the layers that they are made of compute, over the same memory, in fewer launches:
 
 - q, k and v are one product, and so are gate and up (`ops/merged_linear.py`);
-- norms and rotary positions of q and k are one launch (`ops/rotary.py`);
+- norms and rotary positions of q and k are one launch (`ops/rotary.py`), which stores k and v in the engine's pages;
 - SwiGLU is part of gate's and up's product where that is faster (`fused_inference.swiglu_linear`); GeGLU is not;
 - `add_norm` also adds the residual and computes the norm behind it: with replicated activations and one of our own
   all-reduces, in the launch of the all-reduce.
