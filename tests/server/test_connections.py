@@ -167,7 +167,7 @@ def test_a_reader_of_an_answer_in_one(part: int) -> None:
         engine._advance = lambda output, target, params: (
             setattr(output, "text", "a" * size), setattr(output, "finish_reason", "stop"),
         )  # fmt: skip
-        async with served(engine, write_seconds=0.4) as url:
+        async with served(engine, write_seconds=1.5) as url:
             with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
                 client.setblocking(False)
                 loop = asyncio.get_running_loop()
@@ -175,7 +175,7 @@ def test_a_reader_of_an_answer_in_one(part: int) -> None:
                 got = 0
                 with contextlib.suppress(ConnectionError):
                     for _ in range(8):  # longer than the limit in all
-                        await asyncio.sleep(0.2)
+                        await asyncio.sleep(0.25)
                         got += len(await loop.sock_recv(client, part)) if part else 0
                     while got < size and (rest := await loop.sock_recv(client, 1 << 20)):
                         got += len(rest)
