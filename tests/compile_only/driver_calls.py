@@ -156,21 +156,19 @@ def rotation() -> None:
 
 def stored_rotation(stored: torch.dtype | None = None) -> None:
     q, q_out, k, v = (draw(1, 6, heads, 32) for heads in (4, 4, 2, 2))
-    k_cache, v_cache = draw(5, 2, 4, 32), draw(5, 2, 4, 32)
+    k_cache, v_cache = (draw(5, 2, 4, 32, dtype=stored or k.dtype) for _ in range(2))
     cos, sin = (draw(1, 1, 6, 16, dtype=torch.float32) for _ in range(2))
     pages, slots = (draw(6, dtype=torch.int32) for _ in range(2))
-    to = KVSlots(k_cache, v_cache, pages, slots)
-    if stored is not None:
-        caches = (x.to(stored) for x in to[:2])
-        to = KVSlots(*caches, pages, slots, *(draw(5, 2, 4, dtype=torch.float32) for _ in "kv"))
+    scales = (draw(5, 2, 4, dtype=torch.float32) if stored else None for _ in range(2))
+    to = KVSlots(k_cache, v_cache, pages, slots, *scales)
     launch_norm_rotate(q, k, q_out, None, cos, sin, None, None, 0.0, v, to)
 
 
 def dequantised() -> None:
-    k_cache, v_cache = (draw(5, 2, 4, 32).to(torch.float8_e4m3fn) for _ in range(2))
+    k_cache, v_cache = (draw(5, 2, 4, 32, dtype=torch.float8_e4m3fn) for _ in range(2))
     k_scale, v_scale = (draw(5, 2, 4, dtype=torch.float32) for _ in range(2))
-    copies = draw(3, 4, 2, 32), draw(3, 4, 2, 32)
-    launch_dequantise_pages(k_cache, v_cache, k_scale, v_scale, draw(3, dtype=torch.int32), *copies)
+    pages, k, v = draw(3, dtype=torch.int32), draw(3, 4, 2, 32), draw(3, 4, 2, 32)
+    launch_dequantise_pages(k_cache, v_cache, k_scale, v_scale, pages, k, v)
 
 
 def block_sums() -> None:
