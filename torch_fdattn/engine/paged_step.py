@@ -4,8 +4,8 @@ A model sees a batch of T sequences with one token each, (T, 1), and needs nothi
 the token's position is the length that it asks for. First come the tokens of D sequences that decode, as many for each,
 then the tokens of P chunks, packed. Per layer:
 
-    append   all T keys and values, each to its slot: one `paged_append_kv`, whose table has one page a token, or the
-             launch that turns them (`kv_slots`)
+    append   all T keys and values, each to its slot: on GPUs by the launch that norms and rotates heads (`kv_slots`),
+             elsewhere by one `paged_append_kv`, whose table has one page a token
     attend   decodes by `paged_decode`, chunks by `varlen_attention` over the same pages, or over dequantised copies of them
 
 So all of a pass's tokens are stored in a layer before any attends there: chunks of one pass may share pages.
@@ -93,9 +93,8 @@ class PagedKV:
         if self.scales is not None:
             for scales, x in zip(self.scales[:, layer], (k, v), strict=True):
                 largest = x[:, :, 0].float().abs().amax(-1).clamp(min=SMALLEST_MAXIMUM)
-                scales[pages, :, slots] = largest * (
-                    1 / self._form.largest
-                )  # as the kernel of `kv_slots`
+                # A product with the reciprocal, as the kernel of `kv_slots` has it: the same bits by either.
+                scales[pages, :, slots] = largest * (1 / self._form.largest)
         call = self.k[layer], self.v[layer], pages[:, None], k, v, slots
         if len(k) <= FEW_TOKENS and self._stores_as_they_are(k, v):
             append_to_slots(Append(*call))

@@ -24,7 +24,6 @@ from torch_fdattn.ops.rotary import SMALLEST_MAXIMUM, KVSlots
 #: Elements of a program at most, but for one head: a load of 16 bytes a thread for each half.
 _ELEMENTS = 2048
 
-
 _SMALLEST_MAXIMUM = tl.constexpr(SMALLEST_MAXIMUM)
 
 
