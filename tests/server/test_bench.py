@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import math
 
@@ -103,6 +104,7 @@ class SteppedLLM:
 
     def __init__(self, short: bool = False) -> None:
         self.short, self.requests, self.prompts = short, {}, []
+        self.frozen = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -116,6 +118,7 @@ class SteppedLLM:
         self.requests[request_id] = (output, params.max_tokens - self.short)
 
     def step(self) -> list[RequestOutput]:
+        self.frozen.append(gc.get_freeze_count() > 0)
         outputs = [output for output, _ in self.requests.values()]
         for output, limit in list(self.requests.values()):
             output.outputs[0].token_ids.append(5)
@@ -129,6 +132,11 @@ def test_in_process() -> None:
     llm = SteppedLLM()
     runs = run_workload(llm, workload, repeats=2)
     assert [x.figures()["new_tokens"] for x in runs] == [workload.num_new_tokens] * 2
+    # Garbage collection leaves alone what the warm-up has made.
+    warm = llm.frozen.index(True)
+    assert warm
+    assert all(llm.frozen[warm:])
+    assert gc.get_freeze_count() == 0
     # After the warm-up no run has another's prompts.
     assert len({*llm.prompts[5:]}) == 10
     with pytest.raises(RuntimeError, match="must give"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import re
 import signal
@@ -15,7 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.server.fake_engine import FakeEngine
 from tests.server.running import chat, run
+from torch_fdattn.server import ServerOptions
+from torch_fdattn.server.run import serve
 
 ROOT = Path(__file__).parents[2]
 #: The fake engine behind `serve`; SIGUSR1 kills it, and a thread of it never ends.
@@ -50,6 +54,20 @@ def process(delay: float, grace: float, *more: str):
             yield server, server.stdout.readline().strip()
         finally:
             server.kill()
+
+
+def test_garbage_collection_leaves_alone_what_was_there_before() -> None:
+    """A full collection would stop answers for as long as it takes to visit all that is imported."""
+    frozen = []
+
+    def announce(url: str) -> None:
+        frozen.append(gc.get_freeze_count())
+        raise KeyError(url)
+
+    with pytest.raises(KeyError, match="http://127"):
+        serve(FakeEngine, ServerOptions(model_name="fake", port=0), announce)
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_signal_lets_answers_end() -> None:

@@ -11,7 +11,7 @@ from torch_fdattn.cli.errors import UsageError
 from torch_fdattn.cli.setup import DType, EngineOptions, as_option, check_ranks, load
 from torch_fdattn.cli.terminal import stderr
 from torch_fdattn.cli.world import World
-from torch_fdattn.engine import LLM, AsyncLLM, Follower
+from torch_fdattn.engine import LLM, AsyncLLM, Follower, frozen_heap
 from torch_fdattn.models import load_tokenizer, resolve
 from torch_fdattn.models.errors import require
 from torch_fdattn.server import ServerOptions
@@ -71,5 +71,6 @@ def _follow(llm: LLM) -> int:
     follower = Follower(llm, exit_within_limit)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    follower.run()
+    with frozen_heap():
+        follower.run()
     return 0

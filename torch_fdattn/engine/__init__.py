@@ -3,6 +3,7 @@
 from torch_fdattn.engine.async_llm import AsyncLLM, EngineDead
 from torch_fdattn.engine.chat import Chat
 from torch_fdattn.engine.followers import Follower
+from torch_fdattn.engine.heap import frozen_heap
 from torch_fdattn.engine.llm import LLM
 from torch_fdattn.engine.ngram_speculation import NgramSpeculation
 from torch_fdattn.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
@@ -17,5 +18,5 @@ from torch_fdattn.engine.streaming import stream_text
 __all__ = [
     "LLM", "AsyncLLM", "Chat", "CompletionOutput", "EngineDead", "EngineStats", "Follower", "LogitsError", "Logprob",
     "NgramSpeculation", "PagedKVCache", "PromptError", "RankLost", "RequestOutput", "SamplingParams", "Stats", "StepTrace",
-    "stream_text",
+    "frozen_heap", "stream_text",
 ]  # fmt: skip

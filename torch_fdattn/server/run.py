@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from torch_fdattn.engine.heap import frozen_heap
 from torch_fdattn.server.app import make_app
 from torch_fdattn.server.connection import limited_connection
 from torch_fdattn.server.engine_protocol import AsyncEngine
@@ -102,6 +103,7 @@ async def _serve(
         loop.add_signal_handler(number, end)
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    at_end.enter_context(frozen_heap())
     announce(f"http://{host}:{address[1]}")
     watch = asyncio.ensure_future(_watch(service))
     try:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from torch_fdattn.engine.heap import frozen_heap
 from torch_fdattn.engine.llm import LLM
 from torch_fdattn.engine.outputs import RequestOutput
 from torch_fdattn.engine.sampling_params import SamplingParams
@@ -29,14 +30,15 @@ class SteppedLLM(Protocol):
 
 
 def run_workload(llm: SteppedLLM, workload: Workload, repeats: int = 2) -> list[TimedRun]:
-    """Runs of the workload, after one of short requests that warms up."""
+    """Runs of the workload, after one of short requests that warms up; as a server runs, with what there is frozen."""
     warm = Workload(
         tuple(prompt[:50] for prompt in workload.prompts[:_WARM_REQUESTS]),
         (_WARM_TOKENS,) * min(_WARM_REQUESTS, len(workload.prompts)),
         workload.num_ids,
     )
     _run_once(llm, warm)
-    return [_run_once(llm, reordered(workload, i + 1)) for i in range(repeats)]
+    with frozen_heap():
+        return [_run_once(llm, reordered(workload, i + 1)) for i in range(repeats)]
 
 
 def trace_workload(llm: LLM, workload: Workload, path: Path) -> StepTrace:
