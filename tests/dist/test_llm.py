@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.ranks import expect_own_gpus
 from tests.engine.expected import expect_greedy
 from tests.engine.sharded_worker import windowed
 from tests.engine.test_chat import Numbers
 from tests.engine.tiny import PROMPTS, random_model
 from torch_fdattn.dist.decode.op import COLLECTIVES_ALONE, ONE_SIDED
 from torch_fdattn.engine import LLM, SamplingParams
+from torch_fdattn.engine.llm_groups import EngineGroups
 from torch_fdattn.models.parallelize import parallelize
 
 from .test_rank_invariant import alone  # noqa: F401
@@ -36,9 +38,24 @@ def test_greedy_tokens_are_the_models(group: str, rank_device, strategy: str) ->
     assert llm.stats().prefix_hit_tokens > 0
 
 
+def test_collectives_that_cannot_be_captured(group: str, rank_device, monkeypatch) -> None:
+    """gloo's, which the host computes: no graphs by default, and none that the caller asks for."""
+    assert EngineGroups.of(None, None, None).are_captured
+    assert EngineGroups.of(group, None, None).are_captured == (dist.get_backend() == "nccl")
+    for backends, captured in (("cpu:gloo,cuda:gloo", False), ("cpu:gloo,cuda:nccl", True)):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, given=backends: given)
+        assert EngineGroups.of(None, group, None).are_captured == captured
+        assert EngineGroups.of(group, None, None).are_captured == captured
+    monkeypatch.undo()
+    if dist.get_backend() == "gloo" and rank_device.type == "cuda":
+        with pytest.raises(ValueError, match="where a group's backend is gloo"):
+            LLM(random_model(rank_device), kv_group=group, pages=2, cuda_graph=True)
+
+
 def test_cuda_graphs_change_no_token(group: str, rank_device) -> None:
     if rank_device.type != "cuda":
         pytest.skip("needs a CUDA device")
+    expect_own_gpus()
     model = random_model(rank_device).to(torch.bfloat16)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=24)
     options = dict(kv_group=group, max_model_len=64, pages=16, kv_dtype="fp8_e4m3")

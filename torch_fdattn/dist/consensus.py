@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn import checks
-from torch_fdattn.dist.groups import is_traced
+from torch_fdattn.dist.groups import backends_of, is_traced
 from torch_fdattn.dist.symm.faults import PeerTimeout, raise_faults, timeout_ns
 
 _MAX_REMEMBERED = 4096  # kinds of call that are remembered of a group
@@ -211,9 +211,8 @@ def empty_of_group(group_name: str) -> Tensor:
     compared cost nothing, or else on the device on which the group's objects travel.
     """
     group = distributed_c10d._resolve_process_group(group_name)
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo":
+    if accelerator is not None and backends_of(group).get(accelerator.type, "gloo") != "gloo":
         return torch.empty(0, device=accelerator)
     return torch.empty(0, device=distributed_c10d._get_object_coll_device(group))
 

@@ -108,6 +108,11 @@ def rank_and_size(group_name: str, argument: str = "group") -> tuple[int, int]:
 rank_and_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend by type of device, as {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
 def given_rank_and_size(
     group_name: str, rank: int | None, world_size: int | None
 ) -> tuple[int, int]:

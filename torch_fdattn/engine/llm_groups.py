@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, refusing_on_all_ranks
-from torch_fdattn.dist.groups import Group, name_of, rank_and_size
+from torch_fdattn.dist.groups import Group, backends_of, name_of, rank_and_size
 
 
 class EngineGroups(NamedTuple):
@@ -56,6 +56,13 @@ class EngineGroups(NamedTuple):
             (name,) = names.values()
             everybody = distributed_c10d._resolve_process_group(name)
         return cls(names.get("kv_group"), names.get("tp_group"), everybody)
+
+    @property
+    def are_captured(self) -> bool:
+        """Whether CUDA graphs take the groups' collectives: not gloo's, which the host computes."""
+        named = [x and distributed_c10d._resolve_process_group(x) for x in (self.kv, self.tp)]
+        groups = [x for x in (*named, self.everybody) if x is not None]
+        return all(backends_of(group).get("cuda") != "gloo" for group in groups)
 
     def refusing(self, like: Tensor) -> contextlib.AbstractContextManager[None]:
         """What is refused inside it, all ranks refuse: those that do not, at `check_equal`."""
