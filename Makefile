@@ -27,7 +27,7 @@ QUESTION ?= What is the capital of Japan?
 
 KERNELS := reference minimal v1 minimal-v2 v2 fdm all
 
-.PHONY: bench-ranks demo test test-capabilities test-slow test-smollm2 test-browser test-overlays test-triton hub-kernel test-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings drawn-same-bits soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
+.PHONY: bench-ranks demo test test-capabilities test-slow test-smollm2 test-browser test-overlays test-triton hub-kernel test-gpu test-shared-gpu test-multigpu test-vllm fuzz coverage sweep drawn-masks drawn-forms drawn-rings drawn-same-bits soak sanitize mutants docs lint clean ref $(KERNELS:%=bench-%) $(KERNELS:%=debug-%)
 
 $(VENV)/.ready: pyproject.toml
 	python3 -m venv $(VENV)
@@ -90,6 +90,9 @@ hub-kernel: $(READY)  ## The ops in the layout of Hugging Face's kernels package
 
 test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU can show.
 	$(PYTHON) -m tests gpu
+
+test-shared-gpu: $(TESTED)  ## The distributed tests of two processes that take turns on one GPU, over gloo.
+	$(PYTHON) -m tests shared-gpu
 
 test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.
 	$(PYTHON) -m tests multigpu

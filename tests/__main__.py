@@ -1,6 +1,6 @@
 """Runs the layers of the suite one after the other, adds up what ran, and says last what failed.
 
-    python -m tests cpu | capabilities | slow | smollm2 | browser | overlays | gpu | multigpu | vllm
+    python -m tests cpu | capabilities | slow | smollm2 | browser | overlays | gpu | shared-gpu | multigpu | vllm
 
 Each layer (`layers.py`) is a process of its own, since TRITON_INTERPRET must be set before torch_fdattn is imported and
 the distributed tests run under torchrun.

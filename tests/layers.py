@@ -256,6 +256,13 @@ def layers(kind: str) -> list[Layer]:
         parallel = ("-n", str(min(16 * gpus, os.cpu_count() or 1)), "--dist", "worksteal")
         chosen = (*_NOT_DISTRIBUTED, f"--ignore={_SMOLLM2}", *parallel, "-m", "not overlay")
         return [Layer("GPU", chosen, 0, {"FDATTN_WORKERS_SHARE_GPUS": "1"})]
+    if kind == "shared-gpu":
+        if gpus != 1:
+            sys.exit(f"shared-gpu needs a CUDA device, and one alone, found {gpus}")
+        # gloo's functional collectives, which compiled programs have, crash on tensors of GPUs.
+        shared = distributed(2, only="not compile and not test_agreement", marked="not slow")
+        environment = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+        return [replace(shared, name="2 ranks on one GPU", environment=environment)]
     if kind == "multigpu":
         if gpus < 2:
             sys.exit(f"multigpu needs 2 CUDA devices or more, found {gpus}")
@@ -264,5 +271,5 @@ def layers(kind: str) -> list[Layer]:
             *(distributed(ranks) for ranks in (2, 4, 8) if ranks <= gpus),
         ]
     sys.exit(
-        f"usage: python -m tests cpu|capabilities|slow|smollm2|browser|overlays|gpu|multigpu|vllm, got {kind!r}"
+        f"usage: python -m tests cpu|capabilities|slow|smollm2|browser|overlays|gpu|shared-gpu|multigpu|vllm, got {kind!r}"
     )

@@ -1,6 +1,6 @@
 """The process group of the distributed tests, which run as
 
-    torchrun --nproc-per-node 2 -m pytest tests/dist        gloo, or NCCL where every rank has a GPU
+    torchrun --nproc-per-node 2 -m pytest tests/dist        gloo, or NCCL where every rank has a GPU: see ranks.py
 
 A plain pytest skips them and says so.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.dist import ranks
 from torch_fdattn import checks
 from torch_fdattn.dist import set_timeout
 from torch_fdattn.dist.tensor_parallel import auto
@@ -27,12 +28,7 @@ def group() -> Iterator[str]:
     """The name of the group of all ranks."""
     if "WORLD_SIZE" not in os.environ:
         pytest.skip("needs torchrun: torchrun --nproc-per-node 2 -m pytest tests/dist")
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(
-        os.environ["LOCAL_WORLD_SIZE"]
-    )
-    if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=120))
+    ranks.start_group(timedelta(seconds=120))
     yield dist.group.WORLD.group_name
     dist.destroy_process_group()
 
@@ -40,9 +36,7 @@ def group() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def rank_device(group: str) -> torch.device:
     """This rank's device."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return ranks.rank_device()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import random
 import sys
 import time
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.dist.ranks import start_group
 from tests.dist.test_ring_attention import assert_near, drawn_shards, joined, max_abs
 from tests.dist.test_ring_chunks import mask_of_chunks, mask_of_prefixes
 from tests.dist.test_ring_documents import drawn_documents, same_document
@@ -260,11 +260,7 @@ def main() -> int:
     parser.add_argument("--strategy", choices=(*STRATEGIES, "one_sided"))
     parser.add_argument("--limit-s", type=float, default=math.inf, help="no case begins after it")
     asked = parser.parse_args()
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))
+    device = start_group(timedelta(seconds=300))
     hierarchies, counted, wrong = meshes(device.type), Counter(), 0
     start = time.monotonic()
     for seed in range(asked.first, asked.first + asked.count):

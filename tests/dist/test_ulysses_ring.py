@@ -46,13 +46,12 @@ def mask_of_documents(begins: list[int], total: int) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_drawn(group, hierarchies, seed) -> None:
+def test_drawn(group, rank_device, hierarchies, seed) -> None:
     """In float64 on the CPU's ranks, else in float32: values and all gradients."""
     rng = random.Random(f"ulysses ring {seed}")
     torch.manual_seed(seed)
     world, rank = dist.get_world_size(), dist.get_rank()
-    cuda = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    on_gpu = rank_device.type == "cuda"
     hierarchy = rng.choice(hierarchies)
     place = len(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(hierarchy[0])))  # fmt: skip
     strategy = rng.choice(["ulysses_ring", "ulysses_ring", "ulysses"])
@@ -82,19 +81,19 @@ def test_drawn(group, hierarchies, seed) -> None:
     dlse = dlse.masked_fill(exact[1].isinf(), 0.0)
     exact_grads = torch.autograd.grad(exact, wide, [dout, dlse])
 
-    dtype = torch.float32 if cuda else torch.float64
-    own = [shards.shard(x, rank, 2).to(device, dtype).requires_grad_() for x in inputs]
-    leaves = own + [x.to(device, dtype).requires_grad_() for x in trained]
-    given = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in given.items()}
+    dtype = torch.float32 if on_gpu else torch.float64
+    own = [shards.shard(x, rank, 2).to(rank_device, dtype).requires_grad_() for x in inputs]
+    leaves = own + [x.to(rank_device, dtype).requires_grad_() for x in trained]
+    given = {n: x.to(rank_device) if isinstance(x, Tensor) else x for n, x in given.items()}
     given |= dict(zip([x for x in ("alibi_slopes", "sinks") if x in given], leaves[3:], strict=True))  # fmt: skip
     if strategy == "ulysses_ring":
         given["hierarchy"] = hierarchy
     if mask is not None and "cu_seqlens" not in given:
-        given["attn_mask"] = shards.shard(mask, rank, 2).to(device)
+        given["attn_mask"] = shards.shard(mask, rank, 2).to(rank_device)
     found = ring_attention(*own, group, shards=shards, strategy=strategy, **given)
-    parts = [shards.shard(x, rank, 2).to(device, dtype) for x in (dout, dlse)]
+    parts = [shards.shard(x, rank, 2).to(rank_device, dtype) for x in (dout, dlse)]
     grads = torch.autograd.grad(found, leaves, parts)
-    tolerance = dict(rtol=1e-5, atol=2e-5) if cuda else dict(rtol=1e-8, atol=1e-9)
+    tolerance = dict(rtol=1e-5, atol=2e-5) if on_gpu else dict(rtol=1e-8, atol=1e-9)
     for value, right in zip((*found, *grads[:3]), (*exact, *exact_grads[:3]), strict=True):
         right = shards.shard(right.detach(), rank, 2)
         torch.testing.assert_close(value.double().cpu(), right, **tolerance)
