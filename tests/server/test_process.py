@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.server.fake_engine import FakeEngine
-from tests.server.running import chat, run
+from tests.server.running import IMMORTAL, chat, run
 from torch_fdattn.server import ServerOptions
 from torch_fdattn.server.run import serve
 
@@ -66,8 +66,7 @@ def test_garbage_collection_leaves_alone_what_was_there_before() -> None:
 
     with pytest.raises(KeyError, match="http://127"):
         serve(FakeEngine, ServerOptions(model_name="fake", port=0), announce)
-    assert frozen[0] > 0
-    assert gc.get_freeze_count() == 0
+    assert frozen[0] > IMMORTAL > gc.get_freeze_count()
 
 
 def test_a_signal_lets_answers_end() -> None:
