@@ -91,7 +91,7 @@ hub-kernel: $(READY)  ## The ops in the layout of Hugging Face's kernels package
 test-gpu: $(TESTED)  ## The same suite with CUDA tensors, and what only a GPU can show.
 	$(PYTHON) -m tests gpu
 
-test-shared-gpu: $(TESTED)  ## The distributed tests of two processes that take turns on one GPU, over gloo.
+test-shared-gpu: $(TESTED)  ## Distributed tests of two processes that take turns on one GPU, over gloo.
 	$(PYTHON) -m tests shared-gpu
 
 test-multigpu: $(TESTED)  ## The distributed tests over NCCL, one process a GPU.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from tests.cli.commands import invoke, refused
 from tests.forked import call_on_ranks
 from tests.ports import free_port
 from tests.server.fake_engine import FakeEngine
-from tests.server.running import served
+from tests.server.running import IMMORTAL, served
 from torch_fdattn import models
 from torch_fdattn.cli import setup
 from torch_fdattn.cli.world import World
@@ -135,6 +137,16 @@ def test_bench_on_ranks(tmp_path) -> None:
     record = json.loads((tmp_path / "0.json").read_text())
     assert (record["ranks"], record["tensor_parallel"]) == (2, 2)
     assert len(record["runs"]["torch_fdattn"]) == 1
+
+
+def test_other_ranks_visit_no_old_objects_either(monkeypatch) -> None:
+    """Rank 0 waits for them: see tests/server/test_process.py."""
+    serve, frozen = importlib.import_module("torch_fdattn.cli.serve"), []
+    follower = SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(serve, "Follower", lambda llm, at_end: follower)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert serve._follow(None) == 0
+    assert frozen[0] > IMMORTAL > gc.get_freeze_count()
 
 
 def test_no_server(tmp_path) -> None:

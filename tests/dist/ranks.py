@@ -20,25 +20,29 @@ _SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 def rank_device() -> torch.device:
     """This rank's device, by torchrun's variables."""
-    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), _num_gpus()
     if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cuda", local_rank)
-    if gpus and shares_gpus():
+    if shares_gpus():
         return torch.device("cuda", local_rank % gpus)
     return torch.device("cpu")
 
 
 def shares_gpus() -> bool:
     """Whether ranks are to share GPUs that are too few for them."""
-    few = torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
+    few = 0 < _num_gpus() < int(os.environ["LOCAL_WORLD_SIZE"])
     return few and os.environ.get(_SHARED, "0") not in ("", "0")
 
 
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def expect_own_gpus() -> None:
-    """Skips what ranks that share GPUs cannot do: to capture collectives, or to compile functional ones."""
+    """Skips a test whose collectives are captured, where ranks share GPUs."""
     if shares_gpus():
         ranks = os.environ["LOCAL_WORLD_SIZE"]
-        pytest.skip(f"needs {ranks} CUDA devices, found {torch.cuda.device_count()}")
+        pytest.skip(f"needs {ranks} CUDA devices, found {_num_gpus()}")
 
 
 def start_group(timeout: timedelta) -> torch.device:

@@ -38,18 +38,40 @@ def test_greedy_tokens_are_the_models(group: str, rank_device, strategy: str) ->
     assert llm.stats().prefix_hit_tokens > 0
 
 
-def test_collectives_that_cannot_be_captured(group: str, rank_device, monkeypatch) -> None:
+def test_collectives_that_cannot_be_captured(group, alone, monkeypatch) -> None:  # noqa: F811
     """gloo's, which the host computes: no graphs by default, and none that the caller asks for."""
-    assert EngineGroups.of(None, None, None).are_captured
-    assert EngineGroups.of(group, None, None).are_captured == (dist.get_backend() == "nccl")
-    for backends, captured in (("cpu:gloo,cuda:gloo", False), ("cpu:gloo,cuda:nccl", True)):
-        monkeypatch.setattr(dist, "get_backend_config", lambda group, given=backends: given)
-        assert EngineGroups.of(None, group, None).are_captured == captured
-        assert EngineGroups.of(group, None, None).are_captured == captured
-    monkeypatch.undo()
-    if dist.get_backend() == "gloo" and rank_device.type == "cuda":
-        with pytest.raises(ValueError, match="where a group's backend is gloo"):
-            LLM(random_model(rank_device), kv_group=group, pages=2, cuda_graph=True)
+    over_gloo = {group}
+    monkeypatch.setattr(
+        dist, "get_backend_config",
+        lambda of: "cpu:gloo,cuda:gloo" if of.group_name in over_gloo else "cpu:gloo,cuda:nccl",
+    )  # fmt: skip
+
+    def captured(kv: str | None, tp: str | None, strategy: str = "auto", hierarchy=None) -> bool:
+        return EngineGroups(kv, tp, dist.group.WORLD).are_captured(strategy, hierarchy)
+
+    assert captured(None, None)
+    assert captured(alone, None)
+    assert captured(None, alone)
+    assert not captured(None, group)
+    assert not captured(alone, group)
+    assert captured(group, alone) == (dist.get_world_size() == 1)
+    assert captured(group, None, "fused")
+    assert not captured(alone, None, "hierarchical", (alone, group))
+    over_gloo.add(alone)
+    assert captured(alone, None)  # nothing to send
+    assert not captured(None, alone)
+    over_gloo.clear()
+    assert captured(group, alone, "hierarchical", (alone, group))
+
+
+def test_graphs_over_gloo_are_refused(group, rank_device, monkeypatch) -> None:
+    """Where tensors are a GPU's, or pass for them."""
+    model = random_model(rank_device)
+    monkeypatch.setattr(dist, "get_backend_config", lambda of: "cpu:gloo,cuda:gloo")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(ValueError, match=r"where a group's backend is gloo.*got True"):
+        LLM(model, tp_group=group, pages=2, cuda_graph=True)
 
 
 def test_cuda_graphs_change_no_token(group: str, rank_device) -> None:

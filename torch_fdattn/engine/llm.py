@@ -48,8 +48,8 @@ class LLM:
         kv_dtype: None, the model's dtype; or "fp8_e4m3", "fp8_e5m2", "int8", with a scale for each token and KV head. Chunks of
             prompts then attend over dequantised copies of their pages.
         enable_prefix_caching: whether prompts take over pages that earlier ones have computed.
-        cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA, but
-            over groups of gloo, whose collectives cannot be captured.
+        cuda_graph: whether steps of decodes alone are captured in CUDA graphs. None: on CUDA,
+            except where a pass has collectives of gloo, which cannot be captured (True is refused there).
         prompt_graph_tokens: passes of up to eight prompts are captured, too, up to so many tokens in all (at most
             max_model_len and max_batch_tokens): short prompts, and decodes beside them, do not wait for the host. Not with
             kv_dtype, kv_group or batch_invariant.

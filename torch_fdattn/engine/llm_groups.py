@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from torch_fdattn.dist.consensus import check_equal_on_all_ranks, refusing_on_all_ranks
+from torch_fdattn.dist.decode.op import ONE_SIDED
 from torch_fdattn.dist.groups import Group, backends_of, name_of, rank_and_size
 
 
@@ -57,11 +58,15 @@ class EngineGroups(NamedTuple):
             everybody = distributed_c10d._resolve_process_group(name)
         return cls(names.get("kv_group"), names.get("tp_group"), everybody)
 
-    @property
-    def are_captured(self) -> bool:
-        """Whether CUDA graphs take the groups' collectives: not gloo's, which the host computes."""
-        named = [x and distributed_c10d._resolve_process_group(x) for x in (self.kv, self.tp)]
-        groups = [x for x in (*named, self.everybody) if x is not None]
+    def are_captured(self, strategy: str, hierarchy: tuple[str, str] | None) -> bool:
+        """Whether CUDA graphs take the collectives of a pass: not gloo's, which the host computes.
+
+        Draws are sent to everybody behind a pass, one rank has nothing to send, and one-sided strategies have no collectives.
+        """
+        names = [x for x in (self.tp, *(hierarchy or ())) if x is not None]
+        if self.kv is not None and rank_and_size(self.kv)[1] > 1 and strategy not in ONE_SIDED:
+            names.append(self.kv)
+        groups = [distributed_c10d._resolve_process_group(x) for x in names]
         return all(backends_of(group).get("cuda") != "gloo" for group in groups)
 
     def refusing(self, like: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -80,17 +80,18 @@ def make_runner(
             raise ValueError(
                 f"cuda_graph must be None or False where the model is on {weight.device}, got True"
             )
-        if cuda_graph and not groups.are_captured:
+        captured = groups.are_captured(strategy, hierarchy)
+        if cuda_graph and not captured:
             raise ValueError(
                 "cuda_graph must be None or False where a group's backend is gloo, whose collectives cannot be captured, "
-                "got True: NCCL's can"
+                "got True: NCCL's can, and one-sided strategies have none"
             )
         longest = config.max_positions if max_model_len is None else max_model_len
         ranks = 1 if groups.kv is None else rank_and_size(groups.kv)[1]
         if pages is not None:
             stored = _longest_row(longest, pages, page_size * ranks)
             _check_rows(max_num_seqs, stored, page_size * ranks, weight.device)
-        graphs = weight.is_cuda and groups.are_captured if cuda_graph is None else cuda_graph
+        graphs = weight.is_cuda and captured if cuda_graph is None else cuda_graph
         _check_prompt_graphs(prompt_graph_tokens, graphs, kv_dtype, groups.kv, batch_invariant)
     groups.check_equal(
         weight,
