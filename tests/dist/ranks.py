@@ -50,9 +50,9 @@ def start_group(timeout: timedelta) -> torch.device:
     device = rank_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    own = device.type == "cuda" and not shares_gpus()
-    dist.init_process_group("nccl" if own else "gloo", timeout=timeout)
-    if device.type == "cuda" and not own:
+    shared = shares_gpus()
+    dist.init_process_group("gloo" if shared or device.type == "cpu" else "nccl", timeout=timeout)
+    if shared:
         dist.batch_isend_irecv = _exchange_by_cpu
     return device
 

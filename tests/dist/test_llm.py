@@ -47,7 +47,7 @@ def test_collectives_that_cannot_be_captured(group, alone, monkeypatch) -> None:
     )  # fmt: skip
 
     def captured(kv: str | None, tp: str | None, strategy: str = "auto", hierarchy=None) -> bool:
-        return EngineGroups(kv, tp, dist.group.WORLD).are_captured(strategy, hierarchy)
+        return EngineGroups(kv, tp, dist.group.WORLD).can_be_captured(strategy, hierarchy)
 
     assert captured(None, None)
     assert captured(alone, None)

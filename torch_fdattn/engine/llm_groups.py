@@ -58,8 +58,8 @@ class EngineGroups(NamedTuple):
             everybody = distributed_c10d._resolve_process_group(name)
         return cls(names.get("kv_group"), names.get("tp_group"), everybody)
 
-    def are_captured(self, strategy: str, hierarchy: tuple[str, str] | None) -> bool:
-        """Whether CUDA graphs take the collectives of a pass: not gloo's, which the host computes.
+    def can_be_captured(self, strategy: str, hierarchy: tuple[str, str] | None) -> bool:
+        """Whether CUDA graphs can hold a pass: not with collectives of gloo, which the host computes.
 
         Draws are sent to everybody behind a pass, one rank has nothing to send, and one-sided strategies have no collectives.
         """

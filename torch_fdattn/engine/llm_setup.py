@@ -80,8 +80,8 @@ def make_runner(
             raise ValueError(
                 f"cuda_graph must be None or False where the model is on {weight.device}, got True"
             )
-        captured = groups.are_captured(strategy, hierarchy)
-        if cuda_graph and not captured:
+        capturable = groups.can_be_captured(strategy, hierarchy)
+        if cuda_graph and not capturable:
             raise ValueError(
                 "cuda_graph must be None or False where a group's backend is gloo, whose collectives cannot be captured, "
                 "got True: NCCL's can, and one-sided strategies have none"
@@ -91,7 +91,7 @@ def make_runner(
         if pages is not None:
             stored = _longest_row(longest, pages, page_size * ranks)
             _check_rows(max_num_seqs, stored, page_size * ranks, weight.device)
-        graphs = weight.is_cuda and captured if cuda_graph is None else cuda_graph
+        graphs = weight.is_cuda and capturable if cuda_graph is None else cuda_graph
         _check_prompt_graphs(prompt_graph_tokens, graphs, kv_dtype, groups.kv, batch_invariant)
     groups.check_equal(
         weight,

@@ -80,16 +80,20 @@ class SequenceRows:
 
     def _admit(self, sequences: list[Sequence]) -> None:
         """By two copies to the device, however many they are: a step of prompts admits dozens."""
-        ints = [(x.row, x.params.top_k, x.seed, x.prompt_length) for x in sequences]
-        by_name = [list(numbers) for numbers in zip(*ints, strict=True)]
-        own = [x.tokens for x in sequences]
-        rows, top_k, seeds, lengths, *own = to_device([*by_name, *own], self.device)
-        self._ints[:, rows] = torch.stack([top_k, seeds, lengths])
+        lists = [
+            [x.row for x in sequences],
+            [x.params.top_k for x in sequences],
+            [x.seed for x in sequences],
+            [x.prompt_length for x in sequences],
+            *(x.tokens for x in sequences),
+        ]
+        rows, top_k, seeds, prompt_lengths, *tokens = to_device(lists, self.device)
+        self._ints[:, rows] = torch.stack([top_k, seeds, prompt_lengths])
         floats = torch.tensor([_floats(x.params) for x in sequences])
         self.floats[rows] = _pinned(floats, self.device).to(self.device, non_blocking=True)
-        for sequence, tokens in zip(sequences, own, strict=True):
+        for sequence, own in zip(sequences, tokens, strict=True):
             self._num_pages[sequence.row] = 0
-            self.tokens[sequence.row, : len(tokens)] = tokens
+            self.tokens[sequence.row, : len(own)] = own
 
 
 def _floats(params: SamplingParams) -> list[float]:
